@@ -350,6 +350,35 @@ def test_an_infinite_loss_is_not_normal_though_its_gradient_is():
     assert not found.is_normal
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 32])
+def test_an_overflow_that_ends_in_finite_numbers_is_named(rows):
+    class OwnNorm(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(32)(x)
+            mean, squares = h.mean(-1, keepdims=True), (h**2).mean(-1, keepdims=True)
+            # The root is 0 where squares are infinite.
+            return nn.Dense(10)((h - mean) * jax.lax.rsqrt(squares - mean**2 + 1e-5))
+
+    key, labels = jax.random.key(0), jnp.arange(32) % 10
+    x = jax.random.normal(key, (32, 24)).at[:rows].multiply(300)
+    params, model = OwnNorm().init(key, x), jmpp.wrap(OwnNorm(), "mixed_float16")
+
+    def loss(params, x):
+        logits = model.apply(params, x).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    found = jmpp.drift(loss, params, x, scale=256.0)
+    assert 0.1 < found.error < 2
+    assert math.isfinite(found.loss_error)
+    assert not found.is_normal
+    assert found.contributions[0].share > 0.8
+    assert found.contributions[0].operation == "integer_pow"
+    assert "integer_pow in float16, which overflows" in found.verdict
+    assert found.error_after < 0.002
+
+
 def test_squares_beyond_float32_are_an_infinite_error():
     def loss_fn(w):
         return jnp.square(w.astype(HALF)).astype(jnp.float32).sum()
@@ -623,7 +652,6 @@ def test_masks_that_are_infinite_in_both_runs_are_no_error():
     assert found.loss_error < 1e-3
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_result_that_is_zero_but_for_rounding_does_not_decide_on_a_step():
     model = jmpp.wrap(nn.Sequential([nn.Dense(32), nn.BatchNorm(use_running_average=False)]), "mixed_float16")

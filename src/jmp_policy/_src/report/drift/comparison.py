@@ -112,7 +112,7 @@ class TwinEvaluation(Interpreter):
             # One that all devices have counts once, if arrays say over which axes they vary.
             varies = compat.varying(jax.typeof(x)) if eqn.params["check_vma"] else axes
             names = tuple(axis for axis in axes if axis in varies)
-            return (lax.pmax if field == "largest" else lax.psum)(x, names) if names else x
+            return (lax.pmax if field in ("largest", "vanished") else lax.psum)(x, names) if names else x
 
         return {number: Measured(*map(whole, Measured._fields, values)) for number, values in record.items()}
 
@@ -382,7 +382,7 @@ class Comparison:
         jax.eval_shape(lambda *arrays: self._run(arrays, {})[1], *types)
         self._wanted: Mapping[int, Set[str]] = {}
         if detail == "operation":
-            self._wanted = dict.fromkeys(_used(self.nodes, self.results), _EVERYTHING)
+            self._wanted = dict.fromkeys(_used(self.nodes, self.results), frozenset(Measured._fields))
         elif detail == "module":
             self._wanted = _of_modules(self.nodes, self.results)
 
@@ -454,7 +454,7 @@ def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[in
     return dict(wanted)
 
 
-_EVERYTHING = frozenset(Measured._fields)
+_EVERYTHING = frozenset(Measured._fields) - {"vanished"}
 
 
 def _used(nodes: Sequence[Node], results: Sequence[int | None], *, within_regions: bool = False) -> set[int]:

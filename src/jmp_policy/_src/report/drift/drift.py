@@ -208,7 +208,7 @@ def _run(jaxpr: Any, lost: LostConstants, detail: str, arrays: Sequence[Any]) ->
     known: list[Any] = []
     with progress.interruptible("small errors may be wrong", known):
         for quick in (True, False):
-            if known and not all(map(np.isfinite, jax.tree.leaves(known[0][1][0]))):
+            if known and _has_infinite_causes(*known[0][1][:2]):
                 # No sum over a line tells which of its operations gave the first value that is not finite.
                 detail = "operation"
             comparison = Comparison(jaxpr, detail, lost.numbers, quick=quick)
@@ -217,6 +217,14 @@ def _run(jaxpr: Any, lost: LostConstants, detail: str, arrays: Sequence[Any]) ->
             if quick and comparison.is_reliable(*known[-1][1][:2]):
                 break
     return known[-1]
+
+
+def _has_infinite_causes(compared: Sequence[Compared], measured: Any) -> bool:
+    """Whether results are not finite, or far off and infinite values before them."""
+    if not all(map(np.isfinite, jax.tree.leaves(compared))):
+        return True
+    is_far_off = any(c.error > findings.WORTH_A_RULE**2 * c.exact for c in compared)
+    return is_far_off and not all(np.isfinite(x).all() for x in jax.tree.leaves(measured))
 
 
 def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: Any) -> None:

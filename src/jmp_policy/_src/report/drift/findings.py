@@ -30,7 +30,7 @@ _LARGE = 0.1
 _ROUNDED = " with each operation rounded (`diagnose` looks at the compiled program)"
 
 #: From this error on it is worth a rule where one line has most of it, also where it is normal.
-_WORTH_A_RULE = 0.02
+WORTH_A_RULE = 0.02
 
 #: Up to so many rows are shown by direction, in the order of the program.
 _SHORT = 10
@@ -40,6 +40,10 @@ _LINES = 13
 
 #: Shares below this are not named in a verdict.
 NAMED = 0.05
+
+
+#: The note of a row with numbers that are finite in float32, and infinite here.
+OVERFLOWS = "which overflows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +67,8 @@ class DriftRow(Placed):
       dtype: half dtype of the operation.
       terms: how many terms a sum in half has; 1 for other operations.
       trips: of a row inside `lax.scan`, `total` in each trip.
-      note: what else there is to know: that the two runs take different branches, or that a loop has more
-        trips in one of them.
+      note: what else there is to know: that values become infinite here, that the two runs take different
+        branches, or that a loop has more trips in one of them.
       argument: path of the argument that a cast rounds; "" for casts of other values.
       flushed: of float8 products, which share of the elements of the left and of the right operand becomes
         zero in 8 bits; in the backward pass the left one is the cotangent.
@@ -99,12 +103,13 @@ class DriftRow(Placed):
     def description(self) -> str:
         """Describes the operation: "a sum of 50,257 float16 terms"."""
         if self.terms > 1:
-            return f"a sum of {self.terms:,} {self.dtype} terms"
+            return f"a sum of {self.terms:,} {self.dtype} terms{f', {OVERFLOWS}' * (self.note == OVERFLOWS)}"
         if self.argument:
             return f"a cast of the argument {self.argument!r} to {self.dtype}"
         if self.operation in ("cond", "while") and self.note:
             return f"a {self.operation}: {self.note}"
-        return f"{DESCRIPTIONS.get(self.operation, f'{self.operation} in')} {self.dtype}{self._lost()}"
+        text = f"{DESCRIPTIONS.get(self.operation, f'{self.operation} in')} {self.dtype}{self._lost()}"
+        return f"{text}, {OVERFLOWS}" if self.note == OVERFLOWS else text
 
     def _lost(self) -> str:
         """Describes what 8 bits lose of an operand, if that is much."""
@@ -225,7 +230,8 @@ class Drift(Report):
 
     @property
     def _is_rounding(self) -> bool:
-        return self.error <= NORMAL * self.expected
+        overflows = any(row.note == OVERFLOWS and row.share >= NAMED for row in self.rows)
+        return self.error <= NORMAL * self.expected and not overflows
 
     @property
     def is_worth_a_rule(self) -> bool:
@@ -233,7 +239,7 @@ class Drift(Report):
         if not self.is_loss or not self.error:
             return False
         most = max((row.share for row in self.rows), default=0)
-        by_one_line = self.error >= _WORTH_A_RULE and most > 0.5
+        by_one_line = self.error >= WORTH_A_RULE and most > 0.5
         return not self._is_rounding or self.error >= _LARGE or by_one_line
 
     @property

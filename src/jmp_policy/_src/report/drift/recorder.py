@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr.float32_replay import to_float32
 from jmp_policy._src.jaxpr.walk import Site
 from jmp_policy._src.report.pieces import totals
@@ -123,6 +124,7 @@ class Measured(NamedTuple):
       exact: squares of the value in float32.
       lost: what rounding operands to float8 lost, as `lost_in_float8` counts it.
       largest: largest absolute error.
+      vanished: largest absolute float32 value of those that are 0 in the other run.
     """
 
     introduced: Any
@@ -131,6 +133,7 @@ class Measured(NamedTuple):
     exact: Any
     lost: Any
     largest: Any
+    vanished: Any
 
 
 class Recorder:
@@ -181,6 +184,8 @@ class Recorder:
         names = [*terms, "largest"] if "largest" in fields else list(terms)
         sums = totals(list(map(_square, terms.values())), jnp.abs(error) if "largest" in fields else None)
         found = {"lost": lost, **dict(zip(names, sums, strict=True))}
+        if "vanished" in fields and is_floating(node.dtype):
+            found["vanished"] = jnp.max(jnp.abs(jnp.where(half == 0, exact, 0)), initial=0)
         if "total" in fields:
             found.setdefault("total", found.get("introduced"))
         self.measured[number] = Measured(*map(found.get, Measured._fields))
@@ -196,9 +201,9 @@ def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -
     """
     found = {}
     for number, values in measured.items():
-        *sums, lost, largest = (np.float64(0) if v is None else np.asarray(v, np.float64) for v in values)
-        unit = unit_of(number)
-        scaled = (*(v / unit**2 for v in sums), lost, largest / unit)
+        host = (np.float64(0) if v is None else np.asarray(v, np.float64) for v in values)
+        (*sums, lost, largest, vanished), unit = host, unit_of(number)
+        scaled = (*(v / unit**2 for v in sums), lost, largest / unit, vanished)
         found[number] = Measured._make(np.nan_to_num(v, nan=np.inf, posinf=np.inf) for v in scaled)
     return found
 
@@ -207,12 +212,13 @@ def over_all_trips(measured: Mapping[int, Measured]) -> dict[int, Measured]:
     """Adds up what was measured over the trips of loops, on the host; all nodes have a total then."""
     found = {}
     for number, values in measured.items():
-        *sums, lost, largest = values
+        *sums, lost, largest, vanished = values
         added = Measured(
             *(value.sum() for value in sums),
             # An array for each trip; 0 without float8.
             lost=lost.reshape(-1, 2, 3).sum(0) if lost.size > 1 else 0.0,
             largest=largest.max(initial=0.0),
+            vanished=vanished.max(initial=0.0),
         )
         found[number] = added._replace(total=whole_error(added))
     return found

@@ -14,12 +14,21 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.report.drift.comparison import Comparison, carried_on, group_of, is_floating
-from jmp_policy._src.report.drift.findings import ACTIVATION_GRADIENTS, OUTPUTS, PARAMETER_GRADIENTS, DriftRow
+from jmp_policy._src.report.drift.findings import (
+    ACTIVATION_GRADIENTS,
+    OUTPUTS,
+    OVERFLOWS,
+    PARAMETER_GRADIENTS,
+    DriftRow,
+)
 from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, over_all_trips, whole_error
 
 #: Of what goes round in a loop, this is lost in each trip, so that the sum over all trips is finite.
 _LOST = 1e-9
 
+
+#: From here on a float32 number that is 0 in the half run is not one that was too small for half precision.
+_VANISHED = 1e-6
 
 #: The relative error up to which a loop is as it should be, though it is not that of independent roundings.
 _OF_LOOP = 0.01
@@ -44,13 +53,15 @@ class ErrorBudget:
     Args:
       nodes: of a program.
       measured: of those at which errors are introduced or meet.
-      is_finite: whether the errors of all results are finite: then none that is infinite where errors add up,
-        as that of a mask of -1e9, which becomes -inf, came through beside others. Otherwise the error was
-        introduced where the first value became infinite, or NaN, also if that is for what it was given.
+      is_finite: whether the errors of all results are finite: then one that is infinite where errors add up,
+        as that of a mask of -1e9, which becomes -inf, came through beside others only if it makes something
+        0 that is not: as `rsqrt` of an infinite variance does. Otherwise the error was introduced where the
+        first value became infinite, or NaN, also if that is for what it was given.
     """
 
     def __init__(self, nodes: Sequence[Node], measured: Mapping[int, Measured], is_finite: bool):
         self._nodes, self._measured, self._is_finite = nodes, measured, is_finite
+        self._is_cause, self._vanishing = self._infinite_causes()
         self._parts = functools.cache(self._split)
         self._introduced = np.array([self._introduced_part(i) for i in range(len(nodes))])
         self._edges = [
@@ -63,6 +74,18 @@ class ErrorBudget:
 
     def _at(self, number: int) -> Measured:
         return self._measured.get(number, _NOTHING)
+
+    def _infinite_causes(self) -> tuple[list[bool], set[int]]:
+        """Whether each node's error is infinite and matters; and the nodes that it makes zero."""
+        causes, vanishing = [not self._is_finite] * len(self._nodes), set[int]()
+        for number in reversed(range(len(causes) * self._is_finite)):
+            at = self._at(number)
+            infinite = [s for s in self._nodes[number].sources if np.isinf(self._at(s).total)]
+            if infinite and (causes[number] if np.isinf(at.total) else at.vanished > _VANISHED):
+                vanishing |= set() if np.isinf(at.total) else {number}
+                for source in infinite:
+                    causes[source] = True
+        return causes, vanishing
 
     def shares(self, results: Sequence[int | None], squares: Sequence[float]) -> np.ndarray:
         """How much of the error of all results was introduced at each node.
@@ -112,7 +135,7 @@ class ErrorBudget:
         here, before = self._at(number).introduced, self._at(number).inherited
         if np.isinf(before):
             sources = [whole_error(self._at(source)) for source in self._nodes[number].sources]
-            return float(not self._is_finite and not any(map(np.isinf, sources)))
+            return float(self._is_cause[number] and not any(map(np.isinf, sources)))
         if not self._nodes[number].rounds or not here:
             return 0.0
         return 1.0 if np.isinf(here) else here / (here + before)
@@ -132,6 +155,8 @@ class ErrorBudget:
         elif not node.adds:
             found = [self.inherited(o) if inside else self._at(o).total for o, inside in operands]
             errors = [self._relative(o, error) for (o, _), error in zip(operands, found, strict=True)]
+            if self._at(number).vanished > _VANISHED and any(o in self._vanishing for o, _ in operands):
+                errors = [float(o in self._vanishing) for o, _ in operands]
         elif inner:
             outside = [self._nodes[o].sources if inside else (o,) for o, inside in operands]
             errors = [sum(self._relative(s, self._at(s).total) for s in sources) for sources in outside]
@@ -139,11 +164,12 @@ class ErrorBudget:
             errors = [1.0] * len(errors)
         if any(map(np.isinf, errors)):
             others = [0.0 if np.isinf(e) else e for e in errors]
-            errors = (
-                others
-                if node.adds and self._is_finite and any(others)
-                else [float(np.isinf(e)) for e in errors]
+            came_through = any(
+                self._is_cause[o] for (o, _), e in zip(operands, errors, strict=True) if np.isinf(e)
             )
+            if not node.adds or came_through or not any(others):
+                others = [float(np.isinf(e)) for e in errors]
+            errors = others
         whole, parts = sum(errors), dict.fromkeys(node.sources, 0.0)
         for (operand, inside), error in zip(operands, errors, strict=True):
             for source, part in (self._parts(operand) if inside else {operand: 1.0}).items():
@@ -355,7 +381,7 @@ class Rows:
             dtype=str(node.dtype),
             terms=node.terms,
             trips=self._trips(shown),
-            note=next(filter(None, notes), ""),
+            note=OVERFLOWS if np.isinf(self._measured[main].introduced) else next(filter(None, notes), ""),
             argument="" if node.argument is None else self._names[node.argument],
             flushed=self._lost(counted, 1),
             saturated=self._lost(counted, 2),
