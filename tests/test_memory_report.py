@@ -260,6 +260,37 @@ def test_gradients_of_each_example_are_gradients_of_what_is_trained():
     assert report.row("gradients").expected_policy == pytest.approx(4 * (WIDTH * WIDTH + WIDTH), rel=0.02)
 
 
+def test_gradients_of_each_example_of_layers_in_a_scan_are_counted():
+    def loss(w, x):
+        return jnp.square(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]).mean()
+
+    def train(w, x):
+        return w - jax.vmap(jax.grad(loss), (None, 0))(w, x).mean(0)
+
+    w = jnp.ones((LAYERS, WIDTH, WIDTH))
+    report = memory_report(train, w, jnp.ones((BATCH, WIDTH)))
+    assert report.row("gradients").expected_policy == 4 * w.size
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_frozen_weights_of_the_shape_of_batched_products_have_no_gradients(heads):
+    """Keys and their gradients are (batch, heads, time, features): of the weight's shape, of one example."""
+
+    def loss(trained, frozen, x):
+        x = x * trained["scale"]
+        query, key, value = (jnp.einsum("btd,dhf->bhtf", x, frozen[name]) for name in "qkv")
+        weights = jax.nn.softmax(query @ key.swapaxes(-1, -2))
+        return jnp.square(weights @ value).mean()
+
+    def train(params, x):
+        return params["trained"]["scale"] - jax.grad(loss)(params["trained"], params["frozen"], x)["scale"]
+
+    kernel = jnp.ones((WIDTH, heads, WIDTH // heads))
+    params = {"frozen": dict.fromkeys("qkv", kernel), "trained": {"scale": jnp.ones(WIDTH)}}
+    report = memory_report(train, params, jnp.ones((2, WIDTH, WIDTH)))
+    assert report.row("gradients").expected_policy == 4 * WIDTH
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_weights_that_are_split_in_a_shard_map_have_gradients(inside):
     """There they and their gradients have the shapes of a part."""

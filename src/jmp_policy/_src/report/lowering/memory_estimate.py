@@ -64,15 +64,17 @@ class _Value(NamedTuple):
     Args:
       made: what the forward pass has to keep for it to be computed again.
       backward: whether the backward pass computed it.
+      of_gradients: whether it did, or it is computed of such values, element by element.
       argument: index of the argument that it is, casts aside.
     """
 
     made: frozenset[_Made] = frozenset()
     backward: bool = False
+    of_gradients: bool = False
     argument: int | None = None
 
 
-_VIEWS, _COSTLY = HAVING[Trait.VIEW], HAVING[Trait.COSTLY]
+_VIEWS, _COSTLY, _REDUCES = HAVING[Trait.VIEW], HAVING[Trait.COSTLY], HAVING[Trait.REDUCES]
 
 
 class _Accounting:
@@ -83,9 +85,8 @@ class _Accounting:
         self._roles, self._parts = roles, parts
         self._elements = [math.prod(_shape(v)) // n for v, n in zip(opened.invars, parts, strict=True)]
         self._devices = max((n for n, role in zip(parts, roles, strict=True) if role == "inputs"), default=1)
-        # Shapes of what the backward pass gives; without the batch, of its products and of all.
+        # Shapes of what the backward pass gives, and of sums over gradients of each example: vmap(grad).
         self._of_backward = set[tuple[int, ...]]()
-        self._of_products, self._of_examples = set[tuple[int, ...]](), set[tuple[int, ...]]()
         # The shapes of each argument: inside a shard_map it has that of a part.
         self._shapes = [{axes(_shape(var))} for var in opened.invars]
         self._kept: dict[_Made, int] = {}
@@ -99,9 +100,6 @@ class _Accounting:
         found["activations"] = sum(made.elements * min(w, made.width) for made, w in self._kept.items())
         weights = [i for i, role in enumerate(roles) if role == "parameters"]
         trained = [i for i in weights if self._shapes[i] & self._of_backward]
-        if any(self._shapes[i] & self._of_products for i in weights if i not in trained):
-            # A gradient for each example: vmap(grad).
-            trained = [i for i in weights if self._shapes[i] & (self._of_backward | self._of_examples)]
         found["gradients"] = sum(_size(opened.invars[i]) // parts[i] for i in trained)
         found["results"] = self._results(opened, results, donated)
         self.bytes = found
@@ -149,7 +147,7 @@ class _Accounting:
         for jaxpr in calls.inner_jaxprs(eqn):
             self._inside(jaxpr, [_Value()] * len(compat.open_jaxpr(jaxpr).invars), backward)
         if backward:
-            return [_Value(backward=True)] * len(eqn.outvars)
+            return [_Value(backward=True, of_gradients=True)] * len(eqn.outvars)
         return self._forward(eqn, operands)
 
     def _keep(self, eqn: Any, operands: Sequence[_Value]) -> None:
@@ -157,11 +155,7 @@ class _Accounting:
 
         And the shapes of what it gives: a parameter whose shape nothing has is not differentiated.
         """
-        for shape in map(_shape, eqn.outvars):
-            self._of_backward.add(axes(shape))
-            self._of_examples.add(axes(shape[1:]))
-            if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1][0]:
-                self._of_products.add(axes(shape[1:]))
+        self._of_backward.update(axes(_shape(var)) for var in eqn.outvars)
         # What a float8 product reads waits for it in 8 bits; its scales are single numbers.
         widths = [jnp.dtype(name).itemsize for name in formats_of(eqn) or ()]
         widths = widths or list(map(_width, eqn.invars))
@@ -184,7 +178,13 @@ class _Accounting:
         shapes = {_shape(atom) for atom in (*eqn.invars, *eqn.outvars)}
         is_elementwise = sum(math.prod(shape) != 1 for shape in shapes) <= 1
         if not ir.holds_jaxpr(eqn) and name not in _COSTLY and is_elementwise:
-            return [_Value(frozenset().union(*(v.made for v in operands)))] * len(eqn.outvars)
+            made, of_gradients = (
+                frozenset().union(*(v.made for v in operands)),
+                any(v.of_gradients for v in operands),
+            )
+            return [_Value(made, of_gradients=of_gradients)] * len(eqn.outvars)
+        if name in _REDUCES and operands[0].of_gradients and 0 in eqn.params.get("axes", ()):
+            self._of_backward.update(axes(_shape(var)) for var in eqn.outvars)
         return [self._made(var) for var in eqn.outvars]
 
     def _scan(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
