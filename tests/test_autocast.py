@@ -312,6 +312,25 @@ def test_products_beside_references_that_stay_in_float32_are_told(function):
     np.testing.assert_array_equal(out, function(X))
 
 
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda h: (h.astype(jnp.float16) @ W.astype(jnp.float16)).astype(jnp.float32),
+        lambda h: jnp.dot(h, W, precision="highest"),
+        full_precision(lambda h: h @ W),
+        lambda h: h.astype(jnp.int32) @ W.astype(jnp.int32) * 1.0,
+    ],
+    ids=["cast", "precision", "region", "integers"],
+)
+def test_of_products_beside_references_that_are_as_they_should_be_nothing_is_told(product):
+    def function(x):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        jax.lax.fori_loop(0, 2, lambda _, c: ref.__setitem__(..., ref[...] + product(x)) or c, 0)
+        return ref[...]
+
+    np.testing.assert_array_equal(autocast(function, "float16")(X), function(X))
+
+
 def test_explicit_casts_are_obeyed():
     def function(x):
         return (x @ W).astype(jnp.bfloat16), x.astype(jnp.float16).astype(jnp.float32) * 2.0
@@ -467,6 +486,7 @@ def test_masks_and_numbers_take_no_part_in_promotion():
         (lambda mask: (1.0 - mask) * 1e4 * 1e4, "float32"),  # Out of float16's range.
         (lambda mask: mask / 1e4 / 1e4, "float32"),
         (lambda mask: mask * jnp.sum(mask), "float32"),  # No number of the program.
+        (lambda mask: 10.0 / (mask + 1e-4) * 1e-4, "float32"),  # 1e5 where the mask is 0.
     ],
 )
 def test_masks_times_numbers_are_masks(scaled, dtype):

@@ -57,14 +57,13 @@ class AsTraced(Rule):
         if region.half is None:
             why = region.why or "autocast is off"
         elif eqn.primitive.name in planner.table:
-            op_list, reason = planner.table[eqn.primitive.name]
-            why = f"{op_list}: {reason}"
+            why = ": ".join(planner.table[eqn.primitive.name])
         else:
             why, takes = op_table.NOT_LISTED.get(eqn.primitive.name, "on no list: as traced"), ""
             if ir.has_references(eqn):
                 why, takes = "as traced: it takes references", " (it takes references)"
-            inside = {name for part in ir.subjaxprs(eqn) for name in ir.primitives(part)}
-            products = sorted(n for n in inside if planner.table.get(n, ("", ""))[0] == "lower")
+            inside = (inner for part in ir.subjaxprs(eqn) for inner in ir.equations(part))
+            products = sorted({inner.primitive.name for inner in inside if _stays_in_float32(case, inner)})
             # What a solver is made of is nothing that the user wrote.
             if products and (takes or any(case.are_float32)) and eqn.primitive.name != "custom_linear_solve":
                 note = (
@@ -72,6 +71,13 @@ class AsTraced(Rule):
                     f"float32: autocast doesn't look into it{takes}"
                 )
         return case.as_traced(why, note)
+
+
+def _stays_in_float32(case: Case, inner: Any) -> bool:
+    """Whether an operation that autocast does not look at would be in half elsewhere."""
+    is_product = case.planner.table.get(inner.primitive.name, ("", ""))[0] == "lower"
+    is_free = is_product and any(map(ir.is_float32, inner.invars)) and not ir.asked_precision(inner)
+    return is_free and case.planner.region_of(inner, case.region).half is not None
 
 
 AS_TRACED = AsTraced()

@@ -80,10 +80,7 @@ class DataMovement(Promote):
 
 
 class Join(Promote):
-    """Arrays put together: of parameters, and of numbers beside them, one parameter.
-
-    As of the biases of queries, keys and values, or of all layers, for one product or one loop.
-    """
+    """Arrays that are put together: of parameters alone, or with numbers between them, one parameter."""
 
     def plan(self, case: Case) -> EqnPlan:
         step, sources = super().plan(case), {value.source for value in case.ins}
@@ -167,7 +164,9 @@ class Arithmetic(Promote):
     def plan(self, case: Case) -> EqnPlan:
         step, name = super().plan(case), case.eqn.primitive.name
         floats = list(itertools.compress(case.ins, case.are_float32))
-        if floats and all(v.source == "constant" and v.fits(case.region.half) for v in floats):
+        # Of a mask the number is its largest: a quotient by one may be anything.
+        is_known = name not in ("div", "rem") or isinstance(case.eqn.invars[1], compat.Literal)
+        if floats and is_known and all(v.source == "constant" and v.fits(case.region.half) for v in floats):
             sizes = [abs(value.number) for value in floats]
             size = math.prod(sizes) if name == "mul" else sum(sizes)
             size = sizes[0] / (sizes[1] or np.inf) if name == "div" else size

@@ -352,7 +352,7 @@ class Planner:
         is_off = region.half is None and name not in calls.KINDS
         return self.otherwise if is_off else self.rules.get(name, self.otherwise)
 
-    def _region_of(self, eqn: Any, around: Region) -> Region:
+    def region_of(self, eqn: Any, around: Region) -> Region:
         """Returns the region of an equation of a jaxpr that is in another one."""
         stack = compat.stack_of(eqn)
         known = self._regions.get((id(stack), around))
@@ -382,7 +382,7 @@ class Planner:
             used = [of.get(var) for var in eqn.outvars]
             if all(demand is None for demand in used) and not eqn.effects:
                 continue  # Dead code: what it wants doesn't count.
-            inside = self._region_of(eqn, region)
+            inside = self.region_of(eqn, region)
             demands = self.rule(eqn, inside).demand(Case(self, eqn, (), used, inside))
             for atom, demand in zip(eqn.invars, demands, strict=True):
                 # An index, a key: used, and nothing to choose.
@@ -404,7 +404,7 @@ class Planner:
         known: dict[int, tuple[list[Value], EqnPlan]] = {}
 
         def step(eqn: Any, values: list[Value]) -> Sequence[Value]:
-            inside = self._region_of(eqn, region)
+            inside = self.region_of(eqn, region)
             before, planned = known.get(id(eqn), (None, None))
             if planned is None or before != values:
                 wanted = [demands.get(var) for var in eqn.outvars]
