@@ -536,3 +536,17 @@ def test_functions_of_arrays_refuse_modules_and_name_their_like(name, make, insi
 
     with pytest.raises(TypeError, match=rf"lose its updates.*jmp_policy\.nnx\.{name}"):
         make(loss)(model, jnp.ones((8, 4)))
+
+
+def test_a_module_as_a_pytree_trains_without_a_graph_as_the_error_says():
+    def loss(model):
+        return jnp.square(model(X[:, :8])).mean()
+
+    model = jmpp.wrap(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "mixed_float16")
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale(2.0**10))
+    state = tx.init(model)
+    with pytest.raises(TypeError, match=r"With graph=False its gradients are a module\."):
+        jmpp.scaled_value_and_grad(loss)(state, model)
+    before, grads = jmpp.nnx.scaled_value_and_grad(loss, graph=False)(state, model)
+    updates, state = tx.update(grads, state, model)
+    assert loss(optax.apply_updates(model, updates)) < before

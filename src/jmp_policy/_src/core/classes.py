@@ -41,6 +41,8 @@ def check_no_nnx_module(function: str, *args: Any) -> None:
         raise TypeError(
             f"{function} is for functions of arrays, and an NNX module that is handed to it would lose its "
             f"updates (batch statistics, random streams). Use jmp_policy.nnx.{function}, which keeps them."
+            + " With graph=False its gradients are a module."
+            * (function == "scaled_value_and_grad")
         )
 
 
