@@ -45,6 +45,7 @@ def example():
 def listed():
     return [apply, jax.ShapeDtypeStruct((8, 16), jnp.bfloat16), jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)]
 
+@jax.jit
 def nothing():
     return 3
 

@@ -176,12 +176,19 @@ def _function(given: Any) -> tuple[Any, Sequence[Any]]:
                 f"it returned {type(made).__name__}. Or describe its arguments, as in 'f32[64,784]'."
             )
         fn, *args = made
-    elif inspect.isfunction(fn) and not inspect.signature(fn).parameters:
+    elif not _may_take_arguments(fn):
         raise ValueError(
             f"{given.function} takes no arguments: name the function or model that takes these arrays, or "
             "let it return (function, *arguments) and give none."
         )
     return fn, args
+
+
+def _may_take_arguments(fn: Any) -> bool:
+    try:
+        return bool(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):  # No function, or not written in Python.
+        return True
 
 
 def _imported(text: str) -> Any:

@@ -4,6 +4,7 @@ On a skipped step it is kept as it was; with gradient accumulation it goes from 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
         yield
     finally:
         WATCHING.reset(token)
-    finite = grads_finite(optimizer)
+    finite, graph_of = grads_finite(optimizer), functools.cache(lambda i: dict(nnx.iter_graph(models[i])))
     for place, (stored_in, new) in _held(models).items():
         old = before[place][1] if place in kept else new
         if new is old or jax.tree.structure(new) != jax.tree.structure(old):
@@ -89,7 +90,7 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
         if isinstance(stored_in, nnx.Variable):
             stored_arrays.write(stored_in, selected)
         else:
-            _put(models[place[0]], place[1], selected)
+            _put(graph_of(place[0]), place[1], selected)
 
 
 def _to_keep(old: Any, new: Any) -> Any:
@@ -114,9 +115,8 @@ def _held(models: Sequence[nnx.Module]) -> dict[tuple[int, graph_nodes.Path], tu
     }
 
 
-def _put(model: nnx.Module, path: graph_nodes.Path, value: Any) -> None:
-    """Puts an array in the place of another one: in the attribute of an NNX object, which is any pytree."""
-    graph = dict(nnx.iter_graph(model))
+def _put(graph: dict[graph_nodes.Path, Any], path: graph_nodes.Path, value: Any) -> None:
+    """Puts an array in the place of another one, in any pytree that an NNX object has for an attribute."""
     depth = max(n for n in range(len(path)) if isinstance(graph[path[:n]], nnx.Pytree))
     holder, name, inside = graph[path[:depth]], path[depth], path[depth + 1 :]
     if isinstance(holder, nnx.List | nnx.Dict):
