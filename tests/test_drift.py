@@ -327,6 +327,28 @@ def test_of_a_gradient_that_is_not_finite_the_cause_is_told_and_mended(case):
     assert f"The rule {{{layer!r}: 'float32'}} mends it" in found.verdict
 
 
+def test_of_a_scaled_gradient_beyond_float16_it_is_told_what_to_do():
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32))
+
+    w, x = jnp.eye(8) / 8, jnp.ones((16, 8))
+    found, seen = (f(loss, w, x, scale=2.0**15) for f in (jmpp.drift, jmpp.diagnose))
+    assert "exceeds float16 at a loss scale of 32768" in seen.advice
+    assert seen.advice in found.verdict
+
+
+def test_an_overflow_of_partial_sums_is_called_so():
+    signs = jnp.repeat(jnp.float32([1, -1]), 512)
+
+    def loss(scale, x):
+        # The transpose of a broadcast is a sum in half precision.
+        return jnp.sum((scale.astype(jnp.float16) * x.astype(jnp.float16)).astype(jnp.float32) * signs)
+
+    found = jmpp.diagnose(loss, jnp.float32(1), jnp.full(1024, 300.0))
+    assert found.operation == "reduce_sum"
+    assert "an overflow of its partial sums: in float32 it is finite, at most 0" in found.verdict
+
+
 def test_of_two_constants_on_a_line_the_one_that_is_read_is_named():
     class Model(nn.Module):
         @nn.compact

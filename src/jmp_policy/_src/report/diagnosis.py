@@ -5,8 +5,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jmp_policy._src.core.report_base import Report, Table, joined
-from jmp_policy._src.jaxpr.op_table import NOT_FINITE
+from jmp_policy._src.jaxpr.op_table import HAVING, NOT_FINITE, Trait
 from jmp_policy._src.jaxpr.walk import Placed, PlacedOperation
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.report import lost_constants, trials
@@ -151,7 +153,9 @@ class Diagnosis(Report, Placed):
                 f"float32 it is finite, at most {self.largest_in_float32:.4g}"
             )
         if self.kind == "overflow":
-            return f"an overflow: in float32 it is finite, at most {self.largest_in_float32:.4g}"
+            fits = self.operation in _ACCUMULATES and self.largest_in_float32 <= jnp.finfo(self.dtype).max
+            what = "an overflow of its partial sums" if fits else "an overflow"
+            return f"{what}: in float32 it is finite, at most {self.largest_in_float32:.4g}"
         if self.zero is not None:
             return (
                 "an underflow: in float32 it is finite, but something became zero in half precision, the "
@@ -290,6 +294,8 @@ def _logarithm(zero: Zero | None) -> str:
     is_of_softmax = zero is not None and zero.operation in ("exp", "div")
     return " Of a softmax take log_softmax in its place." * is_of_softmax
 
+
+_ACCUMULATES = HAVING[Trait.ACCUMULATES]
 
 _UNMENDED = "No change of the policy that was tried mends it"
 

@@ -175,7 +175,8 @@ class Drift(Report):
       advice: the rule, policy or loss scale to write, in words; "" if none was found.
       tried: every change of the policy that was tried, with the error of the gradient under it.
       error_after: that error under what is advised; nan without, and for a rule that keeps constants.
-      cause: of a gradient that is not finite, what `diagnose` says of the first such value.
+      cause: of a gradient that is not finite, what `diagnose` says of the first such value, and of what to do
+        where no other line says that.
 
     Example:
       >>> import jax.numpy as jnp
