@@ -1655,6 +1655,19 @@ def test_what_a_loop_met_before_it_is_found_at_fault_as_a_whole_counts():
     assert (found.kind, found.operation, found.largest_before) == ("overflow", "square", 300.0)
 
 
+def test_mutable_references_in_loops():
+    def loss(w, x):
+        h = jnp.tanh(x.astype(F16) @ w.astype(F16)).astype(F32)
+        kept = jax.new_ref(jnp.zeros(h.shape))
+        lax.fori_loop(0, 3, lambda i, _: kept.__setitem__(..., kept[...] + lax.stop_gradient(h) * i), None)
+        return jnp.square(h + jax.freeze(kept)).mean()
+
+    w, x = jnp.eye(8), jnp.ones((4, 8))
+    assert diagnose(loss, w, x).finite
+    found = diagnose(lambda w, x: loss(w, x * 1e4) * 1e38, w, x)
+    assert not found.finite
+
+
 def test_no_tracer_leaks():
     with jax.checking_leaks():
         assert diagnose(lambda w: (w @ w).sum(), jnp.eye(2)).finite

@@ -225,6 +225,7 @@ def _of_device(value: Any, axes: Sequence[str], varies: bool) -> Any:
 
 def range_of(value: Any) -> Range:
     """What is in an array; nothing in one that holds no real or complex numbers."""
+    value = value[...] if isinstance(value, jax.Ref) else value
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
         return Range(nan=False, infinite=False, largest=0.0)
