@@ -1299,6 +1299,26 @@ def test_a_mask_that_becomes_infinite_has_no_share():
     assert with_infinite["mask"] < 0.02
 
 
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda scores, mask: jnp.where(mask, scores, -1e9),
+        lambda scores, mask: scores + jnp.where(mask, 0.0, -1e9).astype(scores.dtype),
+    ],
+    ids=["chosen", "added"],
+)
+def test_a_mask_that_becomes_infinite_is_no_overflow(masked):
+    def loss_fn(w, x):
+        scores = x.astype(HALF) @ w.astype(HALF)
+        with jax.named_scope("mask"):
+            scores = masked(scores, jnp.tri(*scores.shape, dtype=bool))
+        return jnp.square(jax.nn.softmax(scores.astype(jnp.float32), -1) @ w.T).mean()
+
+    found = jmpp.drift(loss_fn, W, X)
+    assert found.is_normal
+    assert "overflows" not in found.verdict
+
+
 def test_an_error_as_large_as_the_gradient_is_not_normal():
     def loss(w, x):
         h = (x @ w).astype(jnp.bfloat16)

@@ -61,7 +61,7 @@ class ErrorBudget:
 
     def __init__(self, nodes: Sequence[Node], measured: Mapping[int, Measured], is_finite: bool):
         self._nodes, self._measured, self._is_finite = nodes, measured, is_finite
-        self._is_cause, self._vanishing = self._infinite_causes()
+        self.is_infinite_cause, self._vanishing = self._infinite_causes()
         self._parts = functools.cache(self._split)
         self._introduced = np.array([self._introduced_part(i) for i in range(len(nodes))])
         self._edges = [
@@ -135,7 +135,7 @@ class ErrorBudget:
         here, before = self._at(number).introduced, self._at(number).inherited
         if np.isinf(before):
             sources = [whole_error(self._at(source)) for source in self._nodes[number].sources]
-            return float(self._is_cause[number] and not any(map(np.isinf, sources)))
+            return float(self.is_infinite_cause[number] and not any(map(np.isinf, sources)))
         if not self._nodes[number].rounds or not here:
             return 0.0
         return 1.0 if np.isinf(here) else here / (here + before)
@@ -165,7 +165,7 @@ class ErrorBudget:
         if any(map(np.isinf, errors)):
             others = [0.0 if np.isinf(e) else e for e in errors]
             came_through = any(
-                self._is_cause[o] for (o, _), e in zip(operands, errors, strict=True) if np.isinf(e)
+                self.is_infinite_cause[o] for (o, _), e in zip(operands, errors, strict=True) if np.isinf(e)
             )
             if not node.adds or came_through or not any(others):
                 others = [float(np.isinf(e)) for e in errors]
@@ -366,6 +366,8 @@ class Rows:
         # Of a module one operation is named: what spoils the loss may do nothing to the gradient.
         main = max(counted, key=lambda n: (self.shares[n] + self._loss_shares[n], self._relative(n)))
         node = self._nodes[main]
+        # Not a mask: that of -1e9 becomes -inf.
+        overflows = self._budget.is_infinite_cause[main] and np.isinf(self._measured[main].introduced)
         notes = [self._nodes[n].note for n in counted if self._measured[n].introduced]
         return DriftRow(
             module=module,
@@ -381,7 +383,7 @@ class Rows:
             dtype=str(node.dtype),
             terms=node.terms,
             trips=self._trips(shown),
-            note=OVERFLOWS if np.isinf(self._measured[main].introduced) else next(filter(None, notes), ""),
+            note=OVERFLOWS if overflows else next(filter(None, notes), ""),
             argument="" if node.argument is None else self._names[node.argument],
             flushed=self._lost(counted, 1),
             saturated=self._lost(counted, 2),
