@@ -223,6 +223,31 @@ class Large(nn.Module):
         return nn.Dense(2, name="head")(x)
 
 
+class Masked(nn.Module):
+    """Attention with a mask of a number that float16 does not hold."""
+
+    fill: float
+
+    @nn.compact
+    def __call__(self, x):
+        query, key, value = (nn.Dense(16)(x) for _ in range(3))
+        scores = query @ key.swapaxes(-1, -2)
+        scores = jnp.where(jnp.tri(*scores.shape[-2:], dtype=bool), scores, self.fill)
+        return nn.softmax(scores) @ value if self.fill < -1e6 else jnp.log1p(-scores) @ value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fill", "overflows"), [(-1e9, False), (-1e5, True)])
+def test_what_a_mask_hides_from_a_softmax_does_not_overflow(fill, overflows):
+    x, model = jax.random.normal(jax.random.key(0), (2, 8, 16)) / 8, Masked(fill)
+    params = model.init(jax.random.key(1), x)
+    found = jmpp.sensitivity(
+        lambda params, x: jnp.square(model.apply(params, x)).mean(), params, x, dtype="float16"
+    )
+    assert any(row.overflow for row in found.rows) is overflows
+    assert ("overflow" in found.verdict) is overflows
+
+
 @pytest.mark.once
 def test_overflow_is_found_and_ranks_first():
     params = Large().init(jax.random.key(0), jnp.ones((2, 8)))

@@ -68,10 +68,11 @@ def _rounded(x: Any, dtype: str, scale: Any = None) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _counted_rounding(x: jax.Array, dtype: str) -> tuple[jax.Array, Sequence[Any]]:
-    """What rounding adds, and how many values overflow and underflow."""
-    error, *counted = rounding(x, dtype)
-    return error, totals([x.astype(jnp.float32) for x in counted])
+def _counted_rounding(x: jax.Array, dtype: str) -> tuple[jax.Array, Sequence[Any], jax.Array]:
+    """What rounding adds, how many values overflow upward and underflow, and which become -inf."""
+    error, overflow, underflow = rounding(x, dtype)
+    is_low = overflow & (x < 0)
+    return error, totals([x.astype(jnp.float32) for x in (overflow & ~is_low, underflow)]), is_low
 
 
 @jax.jit
@@ -137,8 +138,10 @@ def _counted(which: Which, rounded: Any, scale: Any, seen: Any) -> Any:
     """What rounding adds to a cotangent, and the statistics of a value and its cotangent."""
     terms, change, counts = dict[str, Any](), None, dict[str, Any]()
     if which.value:
-        error, (counts["overflow"], counts["underflow"]) = rounded
+        error, (counts["overflow"], counts["underflow"]), is_low = rounded
         terms["loss_variance"] = jnp.square(seen * error)
+        # What a mask of -1e9 hides from a softmax has no gradient: it may as well be -inf.
+        counts["overflow"] += jnp.sum(is_low & (seen != 0), dtype=jnp.float32)
     if which.cotangent:
         change, terms["gradient_overflow"], terms["gradient_underflow"] = rounding(seen, which.dtype, scale)
     names = [*terms, "largest_gradient"] if which.cotangent else terms
