@@ -20,10 +20,7 @@ def imported_attr(module: str, name: str) -> Any:
 
 
 def is_instance_of(value: Any, module: str, name: str) -> bool:
-    """Whether a value is an instance of `module.name`, without importing the module.
-
-    A class of a module that was never imported has no instances.
-    """
+    """Whether a value is an instance of `module.name`; of a module that was never imported nothing is."""
     cls = imported_attr(module, name)
     return cls is not None and isinstance(value, cls)
 
@@ -35,9 +32,8 @@ def is_nnx_object(value: Any) -> bool:
 
 def check_no_nnx_module(function: str, *args: Any) -> None:
     """Raises TypeError for NNX modules in pytrees: a function of arrays would flatten and not update them."""
-    if imported_attr("flax.nnx", "Pytree") is None:
-        return
-    if any(map(is_nnx_object, jax.tree.leaves(args, is_leaf=is_nnx_object))):
+    is_known = imported_attr("flax.nnx", "Pytree") is not None
+    if is_known and any(map(is_nnx_object, jax.tree.leaves(args, is_leaf=is_nnx_object))):
         raise TypeError(
             f"{function} is for functions of arrays, and an NNX module that is handed to it would lose its "
             f"updates (batch statistics, random streams). Use jmp_policy.nnx.{function}, which keeps them."
