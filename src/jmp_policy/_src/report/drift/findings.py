@@ -102,14 +102,14 @@ class DriftRow(Placed):
     @property
     def description(self) -> str:
         """Describes the operation: "a sum of 50,257 float16 terms"."""
+        more = f", {OVERFLOWS}" * (self.note == OVERFLOWS)
         if self.terms > 1:
-            return f"a sum of {self.terms:,} {self.dtype} terms{f', {OVERFLOWS}' * (self.note == OVERFLOWS)}"
+            return f"a sum of {self.terms:,} {self.dtype} terms{more}"
         if self.argument:
             return f"a cast of the argument {self.argument!r} to {self.dtype}"
-        if self.operation in ("cond", "while") and self.note:
+        if self.operation in ("cond", "while") and self.note and not more:
             return f"a {self.operation}: {self.note}"
-        text = f"{DESCRIPTIONS.get(self.operation, f'{self.operation} in')} {self.dtype}{self._lost()}"
-        return f"{text}, {OVERFLOWS}" if self.note == OVERFLOWS else text
+        return f"{DESCRIPTIONS.get(self.operation, f'{self.operation} in')} {self.dtype}{self._lost()}{more}"
 
     def _lost(self) -> str:
         """Describes what 8 bits lose of an operand, if that is much."""

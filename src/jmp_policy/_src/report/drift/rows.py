@@ -26,7 +26,6 @@ from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, over_
 #: Of what goes round in a loop, this is lost in each trip, so that the sum over all trips is finite.
 _LOST = 1e-9
 
-
 #: From here on a float32 number that is 0 in the half run is not one that was too small for half precision.
 _VANISHED = 1e-6
 
@@ -78,11 +77,12 @@ class ErrorBudget:
     def _infinite_causes(self) -> tuple[list[bool], set[int]]:
         """Whether each node's error is infinite and matters; and the nodes that it makes zero."""
         causes, vanishing = [not self._is_finite] * len(self._nodes), set[int]()
-        for number in reversed(range(len(causes) * self._is_finite)):
+        for number in reversed(range(len(causes))):
             at = self._at(number)
             infinite = [s for s in self._nodes[number].sources if np.isinf(self._at(s).total)]
             if infinite and (causes[number] if np.isinf(at.total) else at.vanished > _VANISHED):
-                vanishing |= set() if np.isinf(at.total) else {number}
+                if self._is_finite and not np.isinf(at.total):
+                    vanishing.add(number)
                 for source in infinite:
                     causes[source] = True
         return causes, vanishing

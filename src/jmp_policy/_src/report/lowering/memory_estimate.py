@@ -178,11 +178,8 @@ class _Accounting:
         shapes = {_shape(atom) for atom in (*eqn.invars, *eqn.outvars)}
         is_elementwise = sum(math.prod(shape) != 1 for shape in shapes) <= 1
         if not ir.holds_jaxpr(eqn) and name not in _COSTLY and is_elementwise:
-            made, of_gradients = (
-                frozenset().union(*(v.made for v in operands)),
-                any(v.of_gradients for v in operands),
-            )
-            return [_Value(made, of_gradients=of_gradients)] * len(eqn.outvars)
+            made = frozenset().union(*(v.made for v in operands))
+            return [_Value(made, of_gradients=any(v.of_gradients for v in operands))] * len(eqn.outvars)
         if name in _REDUCES and operands[0].of_gradients and 0 in eqn.params.get("axes", ()):
             self._of_backward.update(axes(_shape(var)) for var in eqn.outvars)
         return [self._made(var) for var in eqn.outvars]
