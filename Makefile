@@ -7,13 +7,20 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 DEMO_READY = $(VENV)/.ready-demo
 
-.PHONY: demo test test-fast test-random coverage lint types format bench bench-gpu docs site-test wheel clean
+# `make test` runs one part in so many of the slow tests; which one goes on with each commit.
+PARTS ?= 5
+PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
+
+.PHONY: demo test test-all test-fast test-random coverage lint types format bench bench-gpu docs site-test wheel clean
 
 # An environment that is there for the tests has what the demo needs.
 demo: $(or $(wildcard $(READY)),$(DEMO_READY))  ## train a real model in float32, bfloat16 and float16
 	$(BIN)/python examples/digits.py
 
-test: $(READY)  ## run every test, the README's and the docstrings' examples among them
+test: $(READY)  ## run the quick tests, the examples of all pages, and a fifth of the slow tests: the next fifth with each commit
+	$(BIN)/python -m pytest -n auto --dist worksteal --part-of-slow-cases=$(PART)/$(PARTS)
+
+test-all: $(READY)  ## run every test: whole programs, real models and all slow cases among them
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-fast: $(READY)  ## run the quick tests, which use every public name

@@ -85,6 +85,7 @@ def test_exact_arithmetic_gives_the_gradient_of_the_batch_bit_for_bit(n, rows, i
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 8, 32])
 def test_an_mlp_differs_by_rounding_only(n):
     """By at most 2 u per addition and product in the longest chain, times the sum of their magnitudes.
@@ -193,6 +194,7 @@ def test_what_is_split_and_what_is_not():
     assert (float(loss), float(grads)) == (5.0, 40.0)
 
 
+@pytest.mark.slow
 def test_every_microbatch_draws_its_own_random_numbers():
     def loss_fn(params, x, key, keys):
         return params * x.mean(), (jax.random.uniform(key), jax.vmap(jax.random.uniform)(keys))
@@ -722,6 +724,7 @@ def test_nnx_dropped_microbatches_leave_no_trace_in_the_state():
     close(other_state(model), other_state(by_hand))
 
 
+@pytest.mark.slow
 def test_nnx_trains_and_a_skipped_window_leaves_the_state():
     model = jmpp.wrap(Net(nnx.Rngs(0)), "mixed_float16")
     optimizer = nnx.Optimizer(model, scaled(), wrt=nnx.Param)

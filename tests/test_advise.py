@@ -42,6 +42,7 @@ def trained(gradients, scale=None, **kwargs):
     return state
 
 
+@pytest.mark.slow
 def test_a_healthy_run_needs_no_change():
     found = jmpp.advise(
         trained([(1e-2, 1e-3)] * 5, monitor=True), {"drift/gradient_error": jnp.float32(0.01)}
@@ -70,6 +71,7 @@ def test_a_static_scale_that_is_too_large():
         jmpp.check(trained([(np.inf, 1.0)] * 60, jmpp.NoOpLossScale()))
 
 
+@pytest.mark.slow
 def test_of_several_losses_the_one_is_named():
     scales = {"actor": jmpp.DynamicLossScale(2.0**10), "critic": jmpp.StaticLossScale(8.0)}
     tx = jmpp.loss_scaled(optax.sgd(0.1), scales)
@@ -97,6 +99,7 @@ def test_a_scale_that_grows_too_often():
     assert "More than the growth of the scale explains" in found[0].change
 
 
+@pytest.mark.slow
 def test_gradients_that_float16_loses():
     # Of one part, while another fills the range; of all, while there is room.
     (change,) = jmpp.advise(trained([(1e-9, 1e4)], monitor=True)).changes

@@ -946,6 +946,7 @@ class Blocks(nn.Module):
         return nn.scan(ScannedBlock, **axes, length=2)()(x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_scan_over_layers_casts_another_slice_on_each_trip(scanned):
     model = jmpp.wrap(Blocks(scanned), "mixed_float16")
@@ -970,6 +971,7 @@ class Recurrent(nn.Module):
         return nn.RNN(nn.LSTMCell(8))(x).mean()
 
 
+@pytest.mark.slow
 def test_the_float32_carry_of_a_recurrent_cell_is_no_silent_upcast():
     model = jmpp.wrap(Recurrent(), "mixed_float16")
     x = array(2, 20, 8, dtype=F32)
@@ -979,6 +981,7 @@ def test_the_float32_carry_of_a_recurrent_cell_is_no_silent_upcast():
     assert found.half_share == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_the_float32_softmax_of_attention_is_no_silent_upcast(policy):
     x = array(4, 16, 32, dtype=F32)
@@ -1320,6 +1323,7 @@ def test_gradients_of_products_of_few_terms_say_so():
     assert "never half" not in found.verdict
 
 
+@pytest.mark.slow
 def test_gradients_of_products_of_few_half_features_say_so():
     """Half values meet float32 there, and there is nothing to cast."""
 
@@ -1343,6 +1347,7 @@ def test_equal_names_around_remat_are_two_scopes():
     assert [p.path for p in jmpp.audit(function, W).products] == ["block/block"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_what_remat_computes_again_has_the_path_of_its_module(kind):
     class Part(nn.Module):

@@ -498,6 +498,7 @@ def test_masks_times_numbers_are_masks(scaled, dtype):
     assert dtype == "float32" or jnp.allclose(out, expected, 0.01, 0.01, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "dtype"),
     [
@@ -731,6 +732,7 @@ def test_a_lowered_custom_vjp_may_close_over_arrays():
     assert_close(opened(W, x), jax.grad(function, argnums=(0, 1))(W, x), roundings=16)
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks():
     with jax.checking_leaks():
         autocast(layer, "bfloat16")(W, X)
@@ -804,6 +806,7 @@ def test_explicit_precision_stays_and_says_so():
         assert set(found) == {("dot_general", "float16", "float16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_a_weight_follows_what_the_model_has_cast_itself(half):
     def function(w, x):
@@ -1115,6 +1118,7 @@ def test_a_scalar_type_among_the_arguments_is_static():
     assert autocast(f, "float16")(w, x, jnp.bfloat16).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 def test_auto_axes_within_an_explicit_mesh(half):
     """Operands are cast on the mesh that they lie on, not on that to which they are resharded."""

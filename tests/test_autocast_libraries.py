@@ -314,6 +314,7 @@ def test_rules_reach_what_is_inside_of_modules_of_haiku():
         counts_by_path(apply, *args, rules={"lstn": "off"})
 
 
+@pytest.mark.slow
 def test_layers_of_equinox_are_known_by_class_and_by_the_users_scopes():
     apply, *args = made("equinox_gru")
     assert set(counts_by_path(apply, *args, rules={"eqx.nn.Linear": "off"})) == {
@@ -337,6 +338,7 @@ def test_layers_of_equinox_are_known_by_class_and_by_the_users_scopes():
     assert set(counts) == {("eqx.nn.Linear", "float16"), ("head/eqx.nn.Linear", "float32")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_markers_inside_of_modules(half):
     class Head(hk.Module):

@@ -83,6 +83,7 @@ def test_every_loss_of_optax_is_tried():
 # Dtypes in the trace
 
 
+@pytest.mark.slow
 def test_every_product_takes_half_and_results_keep_their_dtypes(case):
     program, half = case
     for jaxpr_of in (forward_jaxpr, backward_jaxpr):
@@ -329,6 +330,7 @@ def test_bias_gradient_over_a_large_batch():
     assert gradient_error(loss, "bfloat16", *args) < 1.5e-3
 
 
+@pytest.mark.slow
 def test_gradient_of_a_weight_that_a_loop_reads_256_times():
     """The steps are summed in float32. Cast before the loop, they would be summed in bfloat16."""
 

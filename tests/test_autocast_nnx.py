@@ -146,6 +146,7 @@ def test_pure_functions_of_states_need_nothing():
     assert {v for key in products(pure, state, X) for v in key[1:]} == {"float16"}
 
 
+@pytest.mark.slow
 def test_results_may_hold_modules_and_new_state():
     net = make()
     same, out, text = jmpp.nnx.autocast(lambda net, x: (net, net(x), "a"), "float16")(net, X)

@@ -251,6 +251,7 @@ JOINED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", JOINED)
 def test_arguments_that_no_product_reads_are_not_rounded(name):
     def function(x, p):

@@ -340,6 +340,7 @@ HALF = {"float64": np.float64, "float32": np.float32, "bfloat16": ml_dtypes.bflo
 HALF |= {"float8_e5m2": ml_dtypes.float8_e5m2, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.floats(allow_nan=False))
 @example(65519.0)

@@ -165,6 +165,7 @@ def test_an_array_that_was_changed_in_place_is_read_again():
         assert float(run_compiled(fn, jnp.ones(4))) == 4 * factor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2**25,), (2**23, 4), (2**14, 3), (5,), (), (0,), (3, 0)])
 def test_totals_of_many_numbers(shape):
     x = jnp.full(shape, 0.5)

@@ -143,6 +143,7 @@ def test_nnx_layers_behind_complex_ones_keep_the_imaginary_part(policy):
     assert nnx.graphdef(again) == nnx.graphdef(jmpp.wrap(bare, policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(4))
 def test_nnx_layers_with_complex_inputs(index):
     bare = NNX_LAYERS[index](rngs=nnx.Rngs(0))

@@ -241,6 +241,7 @@ def test_an_error_of_casts_that_the_model_writes_has_no_rule():
     assert all(tried.error > 0.1 for tried in found.tried)
 
 
+@pytest.mark.slow
 def test_rules_are_tried_for_named_scopes_of_a_function():
     def loss(w, x):
         x = 1 + jnp.tanh(x @ w["c"]) @ w["c"].T
@@ -280,6 +281,7 @@ class WithHead(nn.Module):
         return nn.Dense(8, name="head")(Overflowing(name="encoder")(x))
 
 
+@pytest.mark.slow
 def test_without_products_the_first_rule_that_mends_ends_the_trials():
     class Square(nn.Module):
         @nn.compact
@@ -318,6 +320,7 @@ def test_a_rule_that_leaves_little_in_half_is_advised_only_where_nothing_else_me
     assert diagnose(mended, params, x).finite
 
 
+@pytest.mark.slow
 def test_a_rule_that_leaves_little_in_half_gives_way_to_one_that_was_tried_before(monkeypatch):
     errors = {("encoder",): 1.2e-3, ("head",): 6e-3, ("encoder", "head"): 8e-4, (): 1.3e-3}
     shares = {("encoder",): 0.9, ("encoder", "head"): 0.01, (): 1.0}
@@ -340,6 +343,7 @@ def test_a_rule_that_leaves_little_in_half_gives_way_to_one_that_was_tried_befor
     assert best in mending.tried
 
 
+@pytest.mark.slow
 def test_a_rule_that_leaves_much_of_what_was_in_half_before_ends_the_trials():
     rules = jmpp.PolicyMap("mixed_float16", {"encoder/layer_*": "float32"})
     model, x = jmpp.wrap(WithHead(), rules), jax.random.normal(jax.random.key(0), (64, 16))
@@ -349,6 +353,7 @@ def test_a_rule_that_leaves_much_of_what_was_in_half_before_ends_the_trials():
     assert 0 < found.tried[0].half_share < 0.1
 
 
+@pytest.mark.slow
 def test_a_rule_is_tried_at_a_smaller_loss_scale_where_only_the_scaled_gradient_overflows():
     """As in the first steps of training, when the loss scale is 65,536 still."""
 
@@ -374,6 +379,7 @@ def test_a_rule_is_tried_at_a_smaller_loss_scale_where_only_the_scaled_gradient_
     assert math.isnan(diagnose(loss, params, scale=16.0).tried[-1].loss_scale)
 
 
+@pytest.mark.slow
 def test_an_argument_that_overflows_is_named_and_no_mask():
     model = jmpp.wrap(nn.Dense(8), "mixed_float16")
     x = jnp.ones((2, 8)).at[0, 0].set(2e5)
@@ -433,6 +439,7 @@ def test_a_rule_that_keeps_constants_is_advised(report):
     assert not report(lambda params: [loss(params, X)], params).rule
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report", [diagnose, jmpp.drift])
 def test_a_rule_under_which_the_code_fails_keeps_no_constants(report):
     class Net(nn.Module):
@@ -1042,6 +1049,7 @@ def test_an_epsilon_or_an_argument_that_became_zero(loss, w, mark, operation):
     assert "an underflow" in found.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "guarded",
     [
@@ -1153,6 +1161,7 @@ def test_the_number_that_is_advised_for_masks_keeps_them_finite(fill):
     assert not diagnose(attend(lambda s: fill(s, -1e9)), scores).finite
 
 
+@pytest.mark.slow
 def test_an_infinite_mask_is_the_models_own_and_says_what_half_may_have_done():
     found = diagnose(attend(lambda s: jnp.where(NONE_LEFT, s, -jnp.inf)), jnp.ones((2, 2)))
     assert (found.kind, found.constants, found.has_infinite_constant) == ("not finite", (), False)
@@ -1181,6 +1190,7 @@ def test_a_divisor_that_half_makes_zero_is_an_underflow(tmp_path):
     assert (found.kind, found.constant) == ("not finite", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("divisor", "is_lost"), [("1e-6", True), ("d", True), ("2e-5", False)])
 def test_a_divisor_whose_reciprocal_is_infinite_in_half(divisor, is_lost, tmp_path):
     """XLA multiplies by the reciprocal of a constant."""
@@ -1365,6 +1375,7 @@ class FirstOverflows(nnx.Module):
         return self.last(self.first(x * 3e4))
 
 
+@pytest.mark.slow
 def test_rules_are_tried_on_nnx_models_that_keep_the_dtypes_of_their_layers():
     model = jmpp.wrap(FirstOverflows(), jmpp.PolicyMap("mixed_float16", keep_module_dtypes=True))
     found = diagnose(lambda model: model(jnp.ones((2, 8))).mean(), model)
@@ -1373,7 +1384,10 @@ def test_rules_are_tried_on_nnx_models_that_keep_the_dtypes_of_their_layers():
     assert found.policy.default.compute_dtype == jnp.bfloat16
     assert found.policy.keep_module_dtypes
     assert (model.first.dtype, model.last.dtype) == (jnp.float16, jnp.float32)
-    whole = Tried({}, jmpp.PolicyMap("mixed_bfloat16", keep_module_dtypes=True), 0.0)
+
+
+def test_a_policy_that_keeps_dtypes_is_written_so():
+    whole = jmpp.report.Tried({}, jmpp.PolicyMap("mixed_bfloat16", keep_module_dtypes=True), 0.0)
     assert "keep_module_dtypes=True" in whole.text
 
 
@@ -1509,6 +1523,7 @@ def overflowing():
     return diagnose(loss, params, X, scale=8.0)
 
 
+@pytest.mark.slow
 def test_as_text():
     text = " ".join(str(overflowing()).split())
     assert "The first non-finite value is infinite: the result of dot_general (float16[2, 8])" in text
@@ -1614,6 +1629,7 @@ def test_needs_arrays_to_run_on():
         diagnose(lambda w: w.sum(), jax.ShapeDtypeStruct((3,), F32))
 
 
+@pytest.mark.slow
 def test_check_of_a_scale_that_cannot_be_stuck_with_aux_and_nnx():
     loss, model = of_nnx(NnxDeep(1))
     state, _ = stuck(*of_linen(LinenDeep(2)), 3, jmpp.StaticLossScale(4.0))
@@ -1655,6 +1671,7 @@ def test_what_a_loop_met_before_it_is_found_at_fault_as_a_whole_counts():
     assert (found.kind, found.operation, found.largest_before) == ("overflow", "square", 300.0)
 
 
+@pytest.mark.slow
 def test_mutable_references_in_loops():
     def loss(w, x):
         h = jnp.tanh(x.astype(F16) @ w.astype(F16)).astype(F32)

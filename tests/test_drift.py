@@ -95,6 +95,7 @@ def planted(w, x, *, forward=False, backward=False):
         return jnp.sum(jnp.sin(h * 2))
 
 
+@pytest.mark.slow
 def test_an_error_of_the_forward_pass_is_introduced_at_its_place_and_inherited_behind_it():
     found = jmpp.drift(functools.partial(planted, forward=True), W, X, detail="operation")
     assert introducing(found) == {("second", "outputs")}
@@ -153,6 +154,7 @@ def test_what_is_exact_in_half_only_inherits():
     assert not found.is_loss
 
 
+@pytest.mark.slow
 def test_a_long_sum_in_half_is_named_and_not_normal():
     def loss_fn(w, x):
         h = (x @ w).astype(HALF)
@@ -179,6 +181,7 @@ def test_the_expected_error_is_that_of_one_rounding():
     assert "which is normal rounding error. " in found.verdict
 
 
+@pytest.mark.slow
 def test_a_large_error_is_called_so_although_rounding_explains_it():
     def loss_fn(x):
         return jnp.square(jnp.square(x.astype(jnp.float8_e5m2).astype(jnp.float32))).sum()
@@ -265,6 +268,7 @@ def test_an_overflow_is_an_infinite_error():
     json.dumps(found.to_dict())
 
 
+@pytest.mark.slow
 def test_an_overflow_within_a_line_names_its_operation():
     def loss_fn(w):
         h = X.astype(HALF) @ w.astype(HALF)
@@ -327,6 +331,7 @@ def test_of_a_gradient_that_is_not_finite_the_cause_is_told_and_mended(case):
     assert f"The rule {{{layer!r}: 'float32'}} mends it" in found.verdict
 
 
+@pytest.mark.slow
 def test_of_a_scaled_gradient_beyond_float16_it_is_told_what_to_do():
     def loss(w, x):
         return jnp.sum(jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32))
@@ -349,6 +354,7 @@ def test_an_overflow_of_partial_sums_is_called_so():
     assert "an overflow of its partial sums: in float32 it is finite, at most 0" in found.verdict
 
 
+@pytest.mark.slow
 def test_of_two_constants_on_a_line_the_one_that_is_read_is_named():
     class Model(nn.Module):
         @nn.compact
@@ -401,6 +407,7 @@ def test_an_overflow_that_ends_in_finite_numbers_is_named(rows):
     assert found.error_after < 0.002
 
 
+@pytest.mark.slow
 def test_squares_beyond_float32_are_an_infinite_error():
     def loss_fn(w):
         return jnp.square(w.astype(HALF)).astype(jnp.float32).sum()
@@ -449,6 +456,7 @@ def test_an_average_that_stands_still_fails():
     assert "lost" not in jmpp.drift(ema, old.astype(jnp.float32), new.astype(jnp.float32)).verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rate", "is_lost"), [("bfloat16", 1e-5, True), ("bfloat16", 0.1, False),
                                                        ("float32", 1e-5, False)])  # fmt: skip
 def test_updates_below_the_last_digit_of_parameters_fail(dtype, rate, is_lost):
@@ -534,6 +542,7 @@ def test_of_a_jitted_function_that_is_called_twice_no_argument_is_named():
     assert not any(row.argument for row in found.rows)
 
 
+@pytest.mark.slow
 def test_an_argument_whose_cast_rounds_is_named():
     model, x = jmpp.wrap(nn.Dense(8), "mixed_float16"), 1e-8 * X
     params = model.init(jax.random.key(0), x)
@@ -543,6 +552,7 @@ def test_an_argument_whose_cast_rounds_is_named():
     assert "a cast of the argument 'batch/obs' to float16" in found.verdict
 
 
+@pytest.mark.slow
 def test_a_barrier_over_several_values_moves_no_share():
     def loss_fn(w, x, barrier):
         a = x.astype(BF16)
@@ -598,6 +608,7 @@ def test_a_harmless_cast_has_no_share_however_its_reader_is_written(lines):
     assert sum(shares.values()) == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_operation_that_spoils_the_loss_is_named_for_it():
     def loss_fn(w, xs):
         def body(total, x):
@@ -615,6 +626,7 @@ def test_the_operation_that_spoils_the_loss_is_named_for_it():
     assert worst.operation == "add"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trips", "is_normal"), [(64, True), (4000, False)])
 def test_a_sum_that_stops_growing_is_not_normal(trips, is_normal):
     def loss_fn(w, xs):
@@ -628,6 +640,7 @@ def test_a_sum_that_stops_growing_is_not_normal(trips, is_normal):
     assert found.is_normal == is_normal, found.verdict
 
 
+@pytest.mark.slow
 def test_a_loop_that_settles_at_a_number_is_normal():
     def loss_fn(w):
         def body(h, _):
@@ -642,6 +655,7 @@ def test_a_loop_that_settles_at_a_number_is_normal():
     assert found.is_normal, found.verdict
 
 
+@pytest.mark.slow
 def test_operations_whose_parameters_are_dtypes_of_their_own_kind():
     from jax.experimental import sparse
 
@@ -921,6 +935,7 @@ def test_loops_that_end_at_different_times_under_vmap_are_one_row():
     assert row.note == "what is inside is not looked at, since it may end at another time in float32"
 
 
+@pytest.mark.slow
 def test_loops_inside_branches_inside_loops():
     def program(x):
         def trip(_, h):
@@ -965,6 +980,7 @@ def test_nnx_models_and_autocast():
     assert 1e-4 < found.gradient_error < 2e-2
 
 
+@pytest.mark.slow
 def test_eight_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
@@ -1051,6 +1067,7 @@ def test_metrics_of_a_training_run():
     assert jmpp.report.drift_metrics(lambda x: x, X, prefix="")["error"] == 0
 
 
+@pytest.mark.slow
 def test_plot():
     pyplot = pytest.importorskip("matplotlib.pyplot")
     found = report_of_mlp()[0]
@@ -1168,6 +1185,7 @@ def test_rules_are_tried_until_one_mends_where_much_is_expected():
     assert "mends it" in found.verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 def test_neither_float32_for_all_nor_a_loss_scale_is_advised_where_sums_are_what_is_wrong(policy):
     class Model(nn.Module):
@@ -1185,6 +1203,7 @@ def test_neither_float32_for_all_nor_a_loss_scale_is_advised_where_sums_are_what
         assert any(tried.error == 0 for tried in found.tried)  # Float32 for both layers.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [{}, {"embed": "params=float32,compute=bfloat16,output=bfloat16"}])
 @pytest.mark.parametrize("own_bias", [False, True])
 def test_sums_of_weight_gradients_are_mended_by_float32_for_those(overrides, own_bias):
@@ -1207,6 +1226,7 @@ def test_sums_of_weight_gradients_are_mended_by_float32_for_those(overrides, own
     assert "grad=float32" in found.advice
 
 
+@pytest.mark.slow
 def test_the_cotangent_of_a_result_that_is_cast_counts_for_its_module():
     """The cast of the model's result to float32 has a transpose, which rounds: a float32 head has none."""
 
@@ -1229,6 +1249,7 @@ def test_the_cotangent_of_a_result_that_is_cast_counts_for_its_module():
     assert cast.share > 0.01
 
 
+@pytest.mark.slow
 def test_a_loss_scale_that_is_missing_is_advised():
     """Of gradients that float16 makes zero, before any rule; not where a scale is given, or helps nothing."""
 
@@ -1244,6 +1265,7 @@ def test_a_loss_scale_that_is_missing_is_advised():
     assert not jmpp.drift(lambda w, x: 1e10 * loss_fn(w, x), W, X).advice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", [jnp.abs, jax.nn.relu])
 def test_cotangents_that_vanish_are_not_blamed_on_decisions_in_the_forward_pass(activation):
     """A few signs differ, each by 1; the cotangents that they choose from are small, and nearly all wrong."""
@@ -1266,6 +1288,7 @@ def test_cotangents_that_vanish_are_not_blamed_on_decisions_in_the_forward_pass(
     assert found.advice.startswith("a loss scale of 2**")
 
 
+@pytest.mark.slow
 def test_gradients_that_are_zero_but_for_rounding_are_not_furthest_off():
     def loss_fn(params, x):
         h = (x @ params["w"]).astype(HALF)
@@ -1277,6 +1300,7 @@ def test_gradients_that_are_zero_but_for_rounding_are_not_furthest_off():
     assert "params/b" not in text[text.index("furthest off") :]
 
 
+@pytest.mark.slow
 def test_a_mask_that_becomes_infinite_has_no_share():
     """The softmax makes it zero in both runs; the share of what is beside it is that under a finite mask."""
 
@@ -1299,6 +1323,7 @@ def test_a_mask_that_becomes_infinite_has_no_share():
     assert with_infinite["mask"] < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "masked",
     [
@@ -1319,6 +1344,7 @@ def test_a_mask_that_becomes_infinite_is_no_overflow(masked):
     assert "overflows" not in found.verdict
 
 
+@pytest.mark.slow
 def test_an_error_as_large_as_the_gradient_is_not_normal():
     def loss(w, x):
         h = (x @ w).astype(jnp.bfloat16)
@@ -1331,6 +1357,7 @@ def test_an_error_as_large_as_the_gradient_is_not_normal():
     assert "normal" not in found.verdict
 
 
+@pytest.mark.slow
 def test_on_an_explicit_mesh_where_indexing_leaves_its_axes():
     """JAX indexes under other types of axes, to and from which it reshards."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)

@@ -121,6 +121,7 @@ def weights_of(fn, *args):
     return [(eqn.params["weight"], eqn.params["gradient"]) for eqn in eqns if "formats" in eqn.params]
 
 
+@pytest.mark.slow
 def test_a_weight_is_told_from_what_it_is_multiplied_with():
     w, x = arrays()
     of_ragged = {(1, None), (None, 1), (1, 0)}
@@ -150,6 +151,7 @@ def test_gradients_of_ragged_products_take_the_bits_that_are_kept():
     assert bits == [2, 1, 1]
 
 
+@pytest.mark.slow
 def test_ragged_numbers_are_those_of_numpy():
     w, x = arrays()
     x, ct = jnp.bfloat16(x), jnp.bfloat16(RNG.normal(size=(M, N)))
@@ -247,6 +249,7 @@ def test_remat_keeps_the_bits_of_ragged_products():
     assert roundings(jax.checkpoint_policies.nothing_saveable) == 4
 
 
+@pytest.mark.slow
 def test_ragged_products_that_stay():
     w, x = arrays()
     why = lambda fn, *args: jmpp.explain(fn, lower="fp8_current")(*args).of("ragged_dot_general")[0].why  # noqa: E731

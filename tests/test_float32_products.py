@@ -465,6 +465,7 @@ class Harmless(nnx.Module):
         return ((x.astype(jnp.float16) @ self.w).astype(jnp.float32) * self.table).astype(jnp.float16)
 
 
+@pytest.mark.slow
 def test_reads_that_do_no_harm():
     model = jmpp.wrap(Harmless(), MIXED)
     assert model(X).dtype == jnp.float32

@@ -587,6 +587,7 @@ def test_autocast_tells_heads_and_attention_by_the_program():
         jmpp.autocast(loss, "float32", lower="fp8_current")
 
 
+@pytest.mark.slow
 def test_audit_names_float8_products_their_scales_and_the_others_reasons():
     model = jmpp.wrap(Net(), CURRENT)
     params = jax.eval_shape(model.init, jax.random.key(0), IDS)

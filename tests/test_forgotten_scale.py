@@ -370,6 +370,7 @@ def used_in_two_programs():
     update_in_jit(jax.jit(lambda *args: good(*args)), optimizer(inner=optax.adam(0.1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [used_in_one_program, used_eagerly, used_in_two_programs])
 @pytest.mark.parametrize("gradient", [with_jacfwd, by_formula, from_probes])
 def test_gradients_without_a_backward_pass_draw_a_warning_whatever_others_did(gradient, other):
@@ -416,6 +417,7 @@ def clipped_right(state, params, x=X):
     return scale.scale(clip.update(scale.unscale(good(state, params, x)), optax.EmptyState())[0])
 
 
+@pytest.mark.slow
 def test_gradients_that_were_clipped_or_divided_with_the_scale_in_them_draw_a_warning():
     outside = [
         optax.clip_by_global_norm(1.0),

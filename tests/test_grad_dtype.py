@@ -30,6 +30,7 @@ IDS = jnp.arange(32).reshape(4, 8) % 7
 MESH = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 @pytest.mark.parametrize("derivative", [jax.grad, jax.hessian])
 def test_a_loss_that_holds_a_derivative_learns_from_it(framework, derivative):
@@ -76,6 +77,7 @@ class ScannedCells(nn.Module):
         return layers()(x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["the inputs", "the parameters"])
 def test_second_derivatives_through_scanned_layers_reach_the_weights(by):
     """Gradient penalties, Hessian-vector products, MAML: JAX differentiates the body of a scan twice."""
@@ -591,6 +593,7 @@ class Shifted(nn.Module):
         return nn.Dense(4)(nn.relu((x + shift) * jnp.exp(log_scale)))
 
 
+@pytest.mark.slow
 def test_inputs_that_a_parameter_is_added_to_are_no_weights():
     x, found = jax.random.normal(jax.random.key(0), (64, 16)), []
     params = Shifted().init(jax.random.key(1), x)

@@ -216,6 +216,7 @@ def test_bits_differ_by_step_moment_and_seed_and_repeat():
     assert not same(moments(0).mu, moments(1).mu)
 
 
+@pytest.mark.slow
 def test_parameters_in_half_and_mu_dtype_of_optax():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     tx = jmpp.stochastic_rounding(jmpp.half_moments(optax.adamw(1e-2, mu_dtype=jnp.bfloat16), mu="float16"))

@@ -392,6 +392,7 @@ def test_bad_arguments(make, message):
         make()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES, ids=name)
 def test_dataclasses_replace(scale):
     """It passes every field to `__init__`: counters stay, what is changed is checked."""

@@ -320,6 +320,7 @@ def test_the_wrapped_transformation_sees_float32(method):
     assert optax.apply_updates(params, updates).tolist() == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_the_wrapped_transformation_sees_more_than_the_parameter_holds():
     def decay(method):
         tx = method(optax.chain(optax.scale(0.0), optax.add_decayed_weights(2.0**-10)))
@@ -554,6 +555,7 @@ def test_among_other_transformations(name, method):
         assert np.abs(np.asarray(a, np.float32) - b).max() <= bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [jmpp.master_weights, jmpp.kahan_summation])
 def test_the_loss_scale_is_found(method):
     tx = optax.chain(optax.identity(), method(jmpp.loss_scaled(optax.adam(1e-3), jmpp.DynamicLossScale(8.0))))
@@ -627,6 +629,7 @@ def test_masters_follow_parameters_that_were_changed(dtype, order):
     assert optax.apply_updates(changed, updates).tolist() == masters.astype(dtype).tolist()
 
 
+@pytest.mark.slow
 def test_stochastically_rounded_masters_take_either_neighbour_for_their_parameter():
     tx = STOCHASTIC_MASTERS(optax.sgd(1.0))
     params = jnp.ones(256, jnp.bfloat16)

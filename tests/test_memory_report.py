@@ -141,6 +141,7 @@ def test_arguments_are_exact(reports, name):
         assert row.float32 == row.expected_float32
 
 
+@pytest.mark.slow
 def test_totals_are_those_of_the_compiled_program(reports):
     stats = jax.jit(step).lower(weights(), jnp.ones((BATCH, WIDTH))).compile().memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
@@ -339,6 +340,7 @@ def half_step(params, x):
     return jax.value_and_grad(loss)(params)
 
 
+@pytest.mark.slow
 def test_the_estimate_is_of_one_device():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
@@ -414,6 +416,7 @@ def test_mistakes():
     assert len(memory._COLORS) == len(memory._CATEGORIES)
 
 
+@pytest.mark.slow
 def test_of_an_nnx_module():
     model = jmp_policy.wrap(nnx_helpers.MLP(rngs=nnx.Rngs(0)), "mixed_float16")
     report = memory_report(model, vectors(256, 32)())

@@ -110,6 +110,7 @@ def test_any_gradients(grads, shift):
 _ANY = jmpp.loss_scaled(optax.sgd(0.1), jmpp.StaticLossScale(1.0), monitor=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "share"),
     [(2.0**-25, 1.0), (np.nextafter(np.float32(2.0**-25), np.float32(1)), 0.0), (2.0**-24, 0.0), (0.0, 1.0)],
@@ -130,6 +131,7 @@ def test_half_gradients_are_measured_as_what_they_are_unscaled(dtype):
     assert found["w"] == {"max": 2.0**-13, "min": 2.0**-14, "underflow": pytest.approx(1 / 3)}
 
 
+@pytest.mark.slow
 def test_a_single_array_complex_and_no_numbers():
     found = measured(update(tx(), jnp.float32(2.0), jnp.float32(1.0)))
     assert found == {"all": {"max": 2.0, "min": 2.0, "underflow": 0.0}}
@@ -150,6 +152,7 @@ def test_scalars_are_float32_of_no_shape():
     assert {(v.shape, v.dtype.name) for v in values.values()} == {((), "float32")}
 
 
+@pytest.mark.slow
 def test_before_the_first_step_all_is_zero():
     state = tx().init(PARAMS)
     zero = {"max": 0.0, "min": 0.0, "underflow": 0.0}
@@ -265,6 +268,7 @@ def test_gradients_accumulated_inside_and_chained():
     assert measured(state)["a"]["max"] == 1.0
 
 
+@pytest.mark.slow
 def test_nnx_optimizer():
     model = nnx.Dict(
         {"first": nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "last": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}

@@ -124,6 +124,7 @@ def test_close_to_float32_and_all_masters_float32(case):
     assert {m.dtype.name for m in jax.tree.leaves((moments.mu, moments.nu))} == {"float32"}
 
 
+@pytest.mark.slow
 def test_graph_definitions_equal_those_by_hand_where_settings_suffice():
     def make(dtype=None, norm=None):
         rngs = nnx.Rngs(0)

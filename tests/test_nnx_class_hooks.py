@@ -180,6 +180,7 @@ def test_a_module_that_asks_about_its_class_gets_its_own_answer_in_reports(cls):
     jmpp.summary(model, "mixed_float16", X)
 
 
+@pytest.mark.slow
 def test_a_report_shows_methods_that_are_inherited():
     def loss(model, x):
         return model.before(model(x)).sum()

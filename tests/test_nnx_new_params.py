@@ -71,6 +71,7 @@ class Scaled(Lazy):
 CLASSES = [Attribute, InList, InDict, InModule, Scaled]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", CLASSES, ids=[c.__name__ for c in CLASSES])
 def test_new_parameters_are_stored_in_param_dtype(cls):
     model = jmpp.wrap(cls(nnx.Rngs(0)), "mixed_float16")

@@ -40,6 +40,7 @@ def step(model, optimizer, x):
     return loss, jmpp.metrics(optimizer)
 
 
+@pytest.mark.slow
 def test_it_trains_skips_and_recovers():
     # Close below overflow, so that it comes soon and again.
     model, optimizer = make(jmpp.DynamicLossScale(2.0**24, growth_interval=4))
@@ -234,6 +235,7 @@ def test_parameters_that_the_forward_pass_writes_are_kept_on_a_skipped_step(by):
     assert jnp.isfinite(step(model, optimizer, x))
 
 
+@pytest.mark.slow
 def test_parameters_that_several_models_write_are_kept_on_a_skipped_step():
     def made():
         model = jmpp.wrap(WritesParameters(), "mixed_float16")
@@ -314,6 +316,7 @@ OF_THE_BATCH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), OF_THE_BATCH.values(), ids=OF_THE_BATCH)
 def test_what_has_another_shape_or_dtype_is_of_the_last_batch(before, after):
     class Remembers(nnx.Module):
@@ -354,6 +357,7 @@ def test_numbers_and_numpy_arrays_are_kept_on_a_skipped_first_step(start):
     np.testing.assert_array_equal(model.mean, start)
 
 
+@pytest.mark.slow
 def test_statistics_of_a_linen_module_inside_are_kept_on_a_skipped_step():
     class Net(nn.Module):
         @nn.compact
@@ -501,6 +505,7 @@ def test_training_the_wrapped_trains_the_original():
     np.testing.assert_allclose(bare(X), model(X), atol=2e-3)
 
 
+@pytest.mark.slow
 def test_one_decision_for_all_devices():
     """The batch split over eight devices, an infinity on one of them."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -346,6 +346,7 @@ def test_a_modules_own_dtype_is_overruled_or_kept():
     assert nnx.graphdef(jmpp.wrap(model, kept)) == nnx.graphdef(model)
 
 
+@pytest.mark.slow
 def test_wrapping_again_is_refused_unless_the_policies_are_equal():
     case = next(c for c in CASES if c.name == "encoder")
     bare, rules = case(), jmpp.PolicyMap("mixed_bfloat16", {"layers/0": "float32"})

@@ -108,6 +108,7 @@ def test_the_hadamard_transform_spreads_outliers_of_weight_gradients():
     assert errors[1] > 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_values_that_are_not_finite_show(bad):
     out = product()(X.at[3, 4].set(bad), W, DIMS)

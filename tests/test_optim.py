@@ -522,6 +522,7 @@ def test_one_masked_transformation_of_several_leaves_the_gradients_of_the_others
         jmpp.scaled_value_and_grad(loss_fn)(right.init(params), params)
 
 
+@pytest.mark.slow
 def test_an_eps_that_float16_holds_as_zero_is_float32_inside():
     """Adam by itself divides 0 by 0 in float16; a gradient of zero is enough."""
     params = {"w": jnp.ones(2, jnp.float16)}

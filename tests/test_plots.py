@@ -111,6 +111,7 @@ def test_a_changed_number_changes_what_stands_for_it_alone(name, tmp_path):
     assert {mark for mark in before if before[mark] != after[mark]} == changed
 
 
+@pytest.mark.slow
 def test_bars_are_as_long_as_their_numbers(tmp_path):
     content = result("zoo_steps")
     found = marks(drawn("zoo_steps", content, tmp_path))

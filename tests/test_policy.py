@@ -46,6 +46,7 @@ def test_texts(text, want):
     assert jmpp.get_policy(policy) is policy
 
 
+@pytest.mark.slow
 @given(*[st.sampled_from(NAMES)] * 3, st.sampled_from([None, *NAMES]))
 def test_text_round_trip(params, compute, output, grad):
     policy = jmpp.Policy(params, compute, output, grad)

@@ -103,6 +103,7 @@ def test_an_interrupted_command_has_no_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("formats: interrupted before anything was known\n")
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_the_modules_that_were_measured(monkeypatch):
     def loss(w, x):
         with jax.named_scope("first"):
@@ -150,6 +151,7 @@ def test_an_interrupt_keeps_the_report_whose_rules_were_being_tried(monkeypatch,
     assert not jmpp.diagnose(lambda v: model.apply(v, 0 * x).sum(), variables).interrupted
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_what_drift_measured_of_a_gradient_that_is_not_finite(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -202,6 +204,7 @@ def test_an_interrupt_keeps_the_report_whose_loss_scale_was_being_tried(monkeypa
     assert "loss scale" not in found.verdict
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_the_policy_that_was_tried(monkeypatch):
     import flax.linen as nn
 
@@ -223,6 +226,7 @@ def test_an_interrupt_keeps_the_policy_that_was_tried(monkeypatch):
     assert found.interrupted in " ".join(str(found).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["jax_debug_nans", "jax_debug_infs"])
 def test_a_nan_that_jax_looks_for_is_what_a_report_finds(mode):
     """A user with a NaN has switched it on, and then asks the reports."""

@@ -512,6 +512,7 @@ def test_a_wrapped_model_is_refused_also_if_its_loss_is_infinite():
         jmpp.recommend(lambda p, x: jnp.exp(model.apply(p, x)).mean(), params, x)
 
 
+@pytest.mark.slow
 def test_products_alone_are_in_half_with_weight_gradients_in_float32_where_both_are_needed():
     class Net(nn.Module):
         @nn.compact

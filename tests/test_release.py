@@ -45,7 +45,10 @@ def workflow(path):
 
 @pytest.mark.parametrize(
     ("path", "targets"),
-    [(CI, {"lint", "types", "test", "test-fast", "docs", "site-test", "wheel"}), (RELEASE, {"wheel"})],
+    [
+        (CI, {"lint", "types", "test", "test-all", "test-fast", "docs", "site-test", "wheel"}),
+        (RELEASE, {"wheel"}),
+    ],
     ids=lambda p: getattr(p, "name", ""),
 )
 def test_workflows_call_make_with_targets_that_exist(path, targets):

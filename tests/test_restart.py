@@ -630,6 +630,7 @@ def test_a_state_that_is_too_deep_names_the_place():
             jmpp.restore_state(template, saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGED if kind != "static"])
 def test_training_leads_a_damaged_scale_back(kind):
     # What was restored by other means.
@@ -826,6 +827,7 @@ def test_boxed_parameters_match_plain_ones():
     assert_same(jmpp.restore_state(PARAMS, restored), PARAMS)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_cut_off_is_not_the_latest(tmp_path):
     """What a kill inside a save leaves: a directory under a temporary name, which is no step."""
     state = runs.init()

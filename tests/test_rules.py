@@ -300,6 +300,7 @@ class NNXOuter(nnx.Module):
         return self(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["__call__", "encode"])
 @pytest.mark.parametrize("kind", [Outer, NNXOuter])
 def test_every_path_that_a_report_prints_is_a_rule(kind, method):

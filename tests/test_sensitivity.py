@@ -187,6 +187,7 @@ def test_the_result_is_a_report():
         found().of("middle")
 
 
+@pytest.mark.slow
 def test_the_whole_is_never_better_than_its_worst_module():
     rows = {row.path: row for row in found().rows}
     assert rows[""].predicted >= max(row.predicted for row in rows.values())
@@ -301,6 +302,7 @@ def test_a_loss_that_is_not_finite_in_float32_is_refused(of):
         of(lambda params: loss_fn(params) / 0.0, params, dtype="float16")
 
 
+@pytest.mark.slow
 def test_candidates_are_the_patterns_of_a_policy_map():
     by_class = jmpp.sensitivity(loss_fn, PARAMS, X, candidates=[nn.Dense, "*", "norm"], probes=1)
     rows = {row.path: row.predicted for row in by_class.rows}
@@ -524,6 +526,7 @@ def test_meshes_with_explicit_axes(measure):
         assert found.predicted == pytest.approx(wanted.predicted, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_value_that_a_loop_reads_and_what_is_after_it_too():
     """What is found out about it inside of the loop stays there."""
 

@@ -400,6 +400,7 @@ class WeightedNNX(nnx.Module):
         return jnp.expm1(self.schedule(t) - self.schedule(t - 1e-3)), self.dense(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_layer_of_few_features_is_float32(policy):
     x, t = jnp.ones((4, 8)), jnp.array([[0.05], [0.2], [0.3], [0.9]])
@@ -418,6 +419,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [4, 16])
 @pytest.mark.parametrize("name", LAYERS)
 def test_products_of_few_terms(name, features):

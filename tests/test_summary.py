@@ -160,6 +160,7 @@ def test_rows_stand_in_the_order_of_calls_parents_first():
         assert all(path.rpartition("/")[0] in paths[:i] for _ in [0] if path)
 
 
+@pytest.mark.slow
 def test_scanned_layers_have_the_parameters_of_all_trips():
     once = summary(helpers.Encoder(), "mixed_float16", helpers.tokens())
     scanned = summary(helpers.Encoder(lift="scan"), "mixed_float16", helpers.tokens())

@@ -75,6 +75,7 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_train_state_is_the_three_lines():
     state = started()
     params, opt_state, stats = state.params, lines_tx().init(state.params), state.batch_stats
@@ -152,6 +153,7 @@ class WithCache(jmpp.linen.TrainState):
     name: str = flax.struct.field(pytree_node=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 def test_fields_that_cannot_stay_on_a_skipped_step_are_refused(jit):
     state = started(cls=WithCache, cache={"k": jnp.zeros(2)}, name="a")
@@ -185,6 +187,7 @@ def nnx_loss(model, x):
     return (model(x) ** 2).mean()
 
 
+@pytest.mark.slow
 def test_nnx_optimizer_is_the_three_lines():
     precision = jmpp.from_config(FP16)
     model, other = (precision.wrap(NNXNet(nnx.Rngs(0))) for _ in range(2))

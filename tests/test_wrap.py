@@ -611,6 +611,7 @@ def test_methods_are_named_for_nnx_only():
     assert model.encode(jnp.ones((1, 2))).dtype == F16
 
 
+@pytest.mark.slow
 def test_methods_of_narrower_signatures():
     class Standardised(nn.Conv):
         def param(self, name, init_fn, *init_args):
