@@ -124,6 +124,28 @@ def test_a_branch_that_returns_its_input_takes_it_in_half(given):
     assert helped.apply(variables, X).dtype == jnp.float32
 
 
+class Rotary(nn.Module):
+    """Attention whose queries and keys a rotary embedding makes float32."""
+
+    half: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        q, k, v = (nn.DenseGeneral((2, 8))(x) for _ in range(3))
+        turned = [h * jnp.cos(jnp.arange(8.0)) for h in (q, k)]
+        q, k = [h.astype(v.dtype) for h in turned] if self.half else turned
+        return jax.nn.dot_product_attention(q, k, v)
+
+
+def test_attention_of_two_dtypes_says_what_to_cast_and_that_helps():
+    x = jnp.ones((2, 3, 8))
+    variables = Rotary().init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match="met float32 numbers") as e:
+        jmpp.wrap(Rotary(), "mixed_float16").apply(variables, x)
+    assert str(e.value).endswith("cast them back before it (q.astype(jnp.float16)).")
+    assert jmpp.wrap(Rotary(half=True), "mixed_float16").apply(variables, x).shape == (2, 3, 2, 8)
+
+
 def test_errors_that_have_other_causes_are_as_they_were():
     def wrong(dense, h):
         return lax.dynamic_update_slice(zeros(), h[0], (0, 0))

@@ -33,14 +33,20 @@ def explain(error: Exception, module: str, pattern: str, precision: ModulePrecis
     half = precision.compute_dtype.name
     # A result in half would not agree with the float32 carry or branch around the module.
     rule = f"params={precision.policy.param_dtype.name},compute=float32,output=float32"
-    error.args = (
-        f"{text}\n\n{module} computes in {half} {_MARK}. Fourier transforms and linear algebra take no half "
-        "precision, and an array that the module makes itself (an initial carry, a buffer, the result of a "
-        "branch) is float32 where it meets half values. Cast what the operation takes "
-        "(x.astype(jnp.float32)), make arrays in the dtype of what they meet (jnp.zeros(shape, x.dtype)), "
-        f"give a branch that returns its input that in half (x.astype(jnp.{half})), or let the module "
-        f'compute in float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).',
+    advice = (
+        "Fourier transforms and linear algebra take no half precision, and an array that the module makes "
+        "itself (an initial carry, a buffer, the result of a branch) is float32 where it meets half values. "
+        "Cast what the operation takes (x.astype(jnp.float32)), make arrays in the dtype of what they meet "
+        f"(jnp.zeros(shape, x.dtype)), give a branch that returns its input that in half "
+        f"(x.astype(jnp.{half})), or let the module compute in float32 by a rule: "
+        f'PolicyMap(..., {{{pattern}: "{rule}"}}).'
     )
+    if "dtype should be" in text:
+        advice = (
+            "Attention takes queries, keys and values of one dtype, and some of them have met float32 "
+            f"numbers, a rotary embedding, say: cast them back before it (q.astype(jnp.{half}))."
+        )
+    error.args = (f"{text}\n\n{module} computes in {half} {_MARK}. {advice}",)
 
 
 _MARK = "under its policy"

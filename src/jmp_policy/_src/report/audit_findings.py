@@ -258,8 +258,8 @@ class Audit(Report):
             return ", and no complex dtype is half"
         if not places and p.precision:
             return (
-                f", since autocast leaves what asks for precision={p.precision}: leave that out, or wrap the "
-                "module"
+                f", since autocast leaves what asks for precision={p.precision}, as JAX's linear algebra "
+                "does: where you ask for it, leave that out, or wrap the module"
             )
         if not places and any(other.is_half for other in self.products):
             return (
