@@ -35,11 +35,11 @@ def explain(error: Exception, module: str, pattern: str, precision: ModulePrecis
     rule = f"params={precision.policy.param_dtype.name},compute=float32,output=float32"
     advice = (
         "Fourier transforms and linear algebra take no half precision, and an array that the module makes "
-        "itself (an initial carry, a buffer, the result of a branch) is float32 where it meets half values. "
-        "Cast what the operation takes (x.astype(jnp.float32)), make arrays in the dtype of what they meet "
-        f"(jnp.zeros(shape, x.dtype)), give a branch that returns its input that in half "
-        f"(x.astype(jnp.{half})), or let the module compute in float32 by a rule: "
-        f'PolicyMap(..., {{{pattern}: "{rule}"}}).'
+        "itself (an initial carry, a buffer, the result of a branch) or is given is float32 where it meets "
+        "half values. Cast what the operation takes (x.astype(jnp.float32)), make arrays in the dtype of "
+        "what they meet (jnp.zeros(shape, x.dtype)), give a branch that returns its input, and a loop that "
+        f"reads an argument, that in half (x.astype(jnp.{half})), or let the module compute in float32 by a "
+        f'rule: PolicyMap(..., {{{pattern}: "{rule}"}}).'
     )
     if "dtype should be" in text:
         advice = (
