@@ -472,6 +472,10 @@ def half_times_table(w, x):
     return ((x @ w).astype(jnp.bfloat16) * TABLE) @ w  # plant: table
 
 
+def with_a_table_of_all(w, x):
+    return (x @ w + jnp.tile(TABLE, (8, 1))) @ w  # plant: table of all
+
+
 def with_noise(w, x):
     h = jax.nn.relu(x @ w)
     h = h + jax.random.normal(jax.random.key(0), h.shape)  # plant: noise
@@ -495,11 +499,20 @@ def with_float32_operations(w, x):
     return h @ w, jax.nn.log_softmax(h), jnp.cumsum(h, 0), jnp.exp(h)
 
 
+@pytest.mark.parametrize("bias", [lambda w: TABLE, lambda w: lax.stop_gradient(w)[0]])
+def test_biases_that_are_not_trained_are_no_silent_upcast(bias):
+    half = jmpp.autocast(lambda w, x: jax.nn.gelu(x @ w + bias(w)) @ w, "float16")
+    found = jmpp.audit(half, array(16, 16, dtype=F32), array(8, 16, dtype=F32))
+    assert not found.upcasts
+    assert found.half_share == 1
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
     ("fn", "marker"),
     [
         (half_times_table, "table"),
+        (with_a_table_of_all, "table of all"),
         (with_noise, "noise"),
         (with_noise_in_a_scan, "noise in a scan"),
         (with_float32_operations, None),

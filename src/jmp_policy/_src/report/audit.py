@@ -127,7 +127,7 @@ class _AuditWalk(Walk):
         self._promoted: dict[int, Any] = {}
         #: Numbers, and arguments such as a bias, that autocast casts to half where nothing else is float32;
         #: and other shapes of arguments, which are such where they are smaller than what they meet.
-        self._not_promoting, self._reshaped = set[int](), set[int]()
+        self._not_promoting, self._reshaped, self._constants = set[int](), set[int](), set[int]()
         self._ids: dict[int, int] = {}
         self._upcasts: dict[int, Upcast] = {}
         self._written: dict[int, str] = {}
@@ -171,6 +171,8 @@ class _AuditWalk(Walk):
             self._not_promoting.add(results[0].key)
         elif name in _KEEPS_ARGUMENT and self.is_argument(operands[0]):
             self._reshaped.update(info.key for info in results)
+        elif name in _KEEPS_ARGUMENT and self.is_constant(operands[0]):
+            self._constants.update(info.key for info in results)
         elif name in _JOINS and all(map(self.is_argument, operands)):
             self._reshaped.add(results[0].key)
         self._see_promoted(eqn, site, operands)
@@ -178,6 +180,10 @@ class _AuditWalk(Walk):
     def is_argument(self, info: ValueInfo) -> bool:
         """The same, or whether it is one rearranged, a part of one, or several joined."""
         return super().is_argument(info) or info.key in self._reshaped
+
+    def is_constant(self, info: ValueInfo) -> bool:
+        """Whether it is an array that the function closes over, a bias say, or one rearranged."""
+        return info.constant is not None or info.key in self._constants
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
@@ -213,11 +219,13 @@ class _AuditWalk(Walk):
         if not casts or not follows or site.backward:
             return
         pairs, whole = zip(eqn.invars, operands, strict=True), size(eqn.outvars[0])
-        wide = [
-            v
-            for atom, v in pairs
-            if ir.is_float32(atom) and 1 < size(atom) >= whole * (v.key in self._reshaped)
-        ]
+        is_sum = eqn.primitive.name in _ADDS
+
+        def least(v: ValueInfo) -> int:
+            """The size from which it is no bias or scale."""
+            return max(whole, 2) if v.key in self._reshaped or (is_sum and self.is_constant(v)) else 2
+
+        wide = [v for atom, v in pairs if ir.is_float32(atom) and size(atom) >= least(v)]
         if any(not v.provenance and v.key not in self._not_promoting for v in wide):
             for cast in casts:
                 self._note_upcast(cast, site, cast.invars[0], cast.outvars[0])
@@ -457,7 +465,7 @@ _SCATTERS, _VIEWS = HAVING[Trait.SCATTER_SUM], HAVING[Trait.VIEW]
 _ADDS, _JOINS = HAVING[Trait.ADDITION], HAVING[Trait.JOINS]
 
 #: Operations that give an argument rearranged, or a part of it.
-_KEEPS_ARGUMENT = _VIEWS | HAVING[Trait.KEEPS_WEIGHT]
+_KEEPS_ARGUMENT = _VIEWS | HAVING[Trait.KEEPS_WEIGHT] | {"stop_gradient"}
 
 #: Operations that give the numbers of their operands, or whole ones next to them.
 _KEEPS_NUMBERS = _VIEWS | HAVING[Trait.EXACT] | HAVING[Trait.DECIDES]
