@@ -357,6 +357,25 @@ def test_numbers_and_numpy_arrays_are_kept_on_a_skipped_first_step(start):
     np.testing.assert_array_equal(model.mean, start)
 
 
+@pytest.mark.parametrize("start", [0, jnp.zeros(8, jnp.int32), jnp.zeros(()), jnp.zeros((1, 1))])
+def test_averages_that_begin_as_integers_or_one_number_have_no_nan_from_a_skipped_first_step(start):
+    class Average(nnx.Module):
+        def __init__(self):
+            self.layer, self.mean = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.BatchStat(start)
+
+        def __call__(self, x):
+            h = self.layer(x)
+            self.mean.set_value(0.5 * self.mean.get_value() + 0.5 * h.mean(0).astype(jnp.float32))
+            return h
+
+    model = jmpp.wrap(Average(), "mixed_float16")
+    optimizer = jmpp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, precision="fp16")
+    good = X[:, :8]
+    for x in (good.at[0].set(jnp.nan), good):
+        optimizer.minimize(lambda model, x: model(x).mean(), model, x)
+    np.testing.assert_allclose(jnp.ravel(model.mean[...]), Average().layer(good).mean(0) / 2, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_statistics_of_a_linen_module_inside_are_kept_on_a_skipped_step():
     class Net(nn.Module):

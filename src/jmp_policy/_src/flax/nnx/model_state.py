@@ -33,7 +33,8 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
 
     A forward pass that overflows writes infinities into running statistics, which never leave them. Put the
     loss, its gradient and the update inside the block; usable in `nnx.jit`. What has another shape or dtype
-    after the step, or more entries (as what is sown), is of its batch, and is not put back.
+    after the step, or more entries (as what is sown), is of its batch, and is not put back, unless it was one
+    number or integers.
 
     Args:
       optimizer: an `nnx.Optimizer` whose transformation is `loss_scaled`, or its `opt_state`.
@@ -94,12 +95,17 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
 
 
 def _to_keep(old: Any, new: Any) -> Any:
-    """What is put back in a place on a skipped step: the old array, if it is like the new one."""
-    if isinstance(old, np.ndarray | np.generic | float) and isinstance(new, jax.Array):
-        old = jnp.asarray(old, new.dtype)
-    if not isinstance(old, jax.Array) or not isinstance(new, jax.Array):
+    """What is put back in a place on a skipped step: the old array, or number, if the new one is alike."""
+    is_number = isinstance(old, jax.Array | np.ndarray | np.generic | int | float)
+    if not is_number or not isinstance(new, jax.Array):
         return new
-    return old if (old.shape, old.dtype) == (new.shape, new.dtype) else new
+    if isinstance(old, jax.Array) and old.dtype == new.dtype and old.shape == new.shape:
+        return old
+    if isinstance(old, jax.Array) and old.dtype != new.dtype and not jnp.issubdtype(old.dtype, jnp.integer):
+        return new
+    if np.size(old) == 1:  # A sum may begin as the number 0.
+        return jnp.full_like(new, jnp.asarray(old).reshape(()))
+    return jnp.asarray(old, new.dtype) if np.shape(old) == new.shape else new
 
 
 def _held(models: Sequence[nnx.Module]) -> dict[tuple[int, graph_nodes.Path], tuple[Any, Any]]:
