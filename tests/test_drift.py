@@ -1372,3 +1372,42 @@ def test_on_an_explicit_mesh_where_indexing_leaves_its_axes():
         found = jmpp.drift(loss, table, tokens)
     assert 1e-4 < found.error < 4e-3
     assert found.is_normal
+
+
+class Gated(nn.Module):
+    """A layer with a gate of its own, in which float16 makes a few elements 0 by way of infinite ones."""
+
+    activation: Any
+    gate: Any
+
+    @nn.compact
+    def __call__(self, x):
+        h = self.activation(nn.Dense(32, name="pre")(x))
+        h = h * jax.lax.stop_gradient(self.gate(nn.Dense(32, name="gate")(x)))
+        return nn.Dense(10, name="post")(h)
+
+
+def _drift_of_gated(activation, gate, **kwargs):
+    x = jax.random.normal(jax.random.key(0), (64, 32))
+    params = Gated(activation, gate).init(jax.random.key(1), x)
+    half = jmpp.wrap(Gated(activation, gate), "mixed_float16")
+
+    def loss_fn(params):
+        return jnp.square(half.apply(params, x).astype(jnp.float32)).mean()
+
+    return jmpp.drift(loss_fn, params, scale=256.0, **kwargs)
+
+
+@pytest.mark.slow
+def test_an_overflow_that_matters_little_is_not_blamed_for_the_error_of_another_value():
+    found = _drift_of_gated(lambda h: jnp.sin(1000 * h), lambda g: 1 / (1 + (120 * g) ** 2))
+    assert found.error > 0.1
+    assert dict(found.rule) == {"pre": "float32"}
+    assert found.error_after < found.error / 10
+
+
+@pytest.mark.slow
+def test_a_saturated_gate_is_normal():
+    found = _drift_of_gated(nn.relu, lambda g: 1 / (1 + jnp.exp(-6 * g)), detail="operation")
+    assert found.error < 1e-3
+    assert found.is_normal

@@ -245,7 +245,16 @@ def test_only_what_is_trained_has_gradients(remat):
     assert report.row("gradients").expected_policy == 4 * 2 * WIDTH * rank
 
 
-def test_gradients_of_each_example_are_gradients_of_what_is_trained():
+@pytest.mark.parametrize(
+    "summed",
+    [
+        lambda g, factor: g.mean(0),
+        lambda g, factor: jnp.tensordot(factor, g, 1),
+        lambda g, factor: (g * factor.reshape(-1, *[1] * (g.ndim - 1))).sum(0),
+    ],
+    ids=["mean", "tensordot", "factor and sum"],
+)
+def test_gradients_of_each_example_are_gradients_of_what_is_trained(summed):
     weights = {"w": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones(WIDTH)}
     params = {"frozen": {"w": jnp.ones((WIDTH, 8)), "b": jnp.ones(8)}, "trained": weights}
 
@@ -255,7 +264,10 @@ def test_gradients_of_each_example_are_gradients_of_what_is_trained():
 
     def train(params, x):
         grads = jax.vmap(jax.grad(loss), (None, None, 0))(params["trained"], params["frozen"], x)
-        return params | {"trained": jax.tree.map(lambda p, g: p - g.mean(0), params["trained"], grads)}
+        factor = 1 / jnp.maximum(jax.vmap(optax.tree.norm)(grads), 1)
+        return params | {
+            "trained": jax.tree.map(lambda p, g: p - summed(g, factor), params["trained"], grads)
+        }
 
     report = memory_report(train, params, jnp.ones((BATCH, WIDTH)))
     assert report.row("gradients").expected_policy == pytest.approx(4 * (WIDTH * WIDTH + WIDTH), rel=0.02)

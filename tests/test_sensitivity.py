@@ -550,3 +550,33 @@ def test_a_value_that_a_loop_reads_and_what_is_after_it_too():
     assert by_first_order.keys() == measured.keys() == {"", "first", "last"}
     for module, error in measured.items():
         assert error / 2 < by_first_order[module] < 2 * error
+
+
+class Attends(nn.Module):
+    """Attention with a mask of its own."""
+
+    @nn.compact
+    def __call__(self, x, mask):
+        h = nn.Dense(16)(x)
+        return nn.softmax(jnp.where(mask, h @ h.T, -1e9)) @ h
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_mask_that_leaves_a_row_without_numbers_overflows(rows):
+    x = jax.random.normal(jax.random.key(0), (6, 16))
+    real = jnp.arange(6) < 4
+    mask = real[:, None] & real if rows else jnp.broadcast_to(real, (6, 6))
+    params = Attends().init(jax.random.key(1), x, mask)
+
+    def loss_of(model):
+        def loss_fn(params):
+            out = model.apply(params, x, mask).astype(jnp.float32)
+            return jnp.where(real[:, None], jnp.square(out), 0).mean()
+
+        return loss_fn
+
+    half = jax.grad(loss_of(jmpp.wrap(Attends(), "mixed_float16")))(params)
+    assert bool(jmpp.all_finite(half)) == (not rows)
+    found = jmpp.sensitivity(loss_of(Attends()), params, dtype="float16", probes=1)
+    assert (found.rows[0].overflow > 0) == rows

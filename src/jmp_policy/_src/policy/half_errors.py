@@ -37,9 +37,9 @@ def explain(error: Exception, module: str, pattern: str, precision: ModulePrecis
         "Fourier transforms and linear algebra take no half precision, and an array that the module makes "
         "itself (an initial carry, a buffer, the result of a branch) or is given is float32 where it meets "
         "half values. Cast what the operation takes (x.astype(jnp.float32)), make arrays in the dtype of "
-        "what they meet (jnp.zeros(shape, x.dtype)), give a branch that returns its input, and a loop that "
-        f"reads an argument, that in half (x.astype(jnp.{half})), or let the module compute in float32 by a "
-        f'rule: PolicyMap(..., {{{pattern}: "{rule}"}}).'
+        "what they meet (jnp.zeros(shape, x.dtype)), give a branch that returns its input that in half "
+        f"(x.astype(jnp.{half})), and a loop the argument that it reads, or let the module compute in "
+        f'float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).'
     )
     if "dtype should be" in text:
         advice = (

@@ -112,7 +112,7 @@ class TwinEvaluation(Interpreter):
             # One that all devices have counts once, if arrays say over which axes they vary.
             varies = compat.varying(jax.typeof(x)) if eqn.params["check_vma"] else axes
             names = tuple(axis for axis in axes if axis in varies)
-            return (lax.pmax if field in ("largest", "vanished") else lax.psum)(x, names) if names else x
+            return (lax.pmax if field == "largest" else lax.psum)(x, names) if names else x
 
         return {number: Measured(*map(whole, Measured._fields, values)) for number, values in record.items()}
 

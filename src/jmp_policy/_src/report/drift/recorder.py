@@ -20,6 +20,9 @@ from jmp_policy._src.report.pieces import totals
 #: Squares of gradients leave float32's range below 1e-19: cotangents are multiplied by this first.
 _BACKWARD_UNIT = 2.0**32
 
+#: From here on a float32 number that is 0 in the half run is not one that was too small for half precision.
+VANISHED = 1e-6
+
 #: A sum of squares below this may have lost some. Those of errors are smaller, and float32 ends at 1e-38.
 LEAST = 1e-22
 
@@ -122,18 +125,18 @@ class Measured(NamedTuple):
       inherited: squares of the rest.
       total: squares of the whole error.
       exact: squares of the value in float32.
+      vanished: the same of those of its elements that are 0 in the other run, and not too small for it.
       lost: what rounding operands to float8 lost, as `lost_in_float8` counts it.
       largest: largest absolute error.
-      vanished: largest absolute float32 value of those that are 0 in the other run.
     """
 
     introduced: Any
     inherited: Any
     total: Any
     exact: Any
+    vanished: Any
     lost: Any
     largest: Any
-    vanished: Any
 
 
 class Recorder:
@@ -181,11 +184,12 @@ class Recorder:
             terms["total"] = error
         if "exact" in fields:
             terms["exact"] = self._errors.finite(exact, unit)
+        if "vanished" in fields and is_floating(node.dtype):
+            vanished = (half == 0) & (jnp.abs(exact) > VANISHED)
+            terms["vanished"] = self._errors.finite(jnp.where(vanished, exact, 0), unit)
         names = [*terms, "largest"] if "largest" in fields else list(terms)
         sums = totals(list(map(_square, terms.values())), jnp.abs(error) if "largest" in fields else None)
         found = {"lost": lost, **dict(zip(names, sums, strict=True))}
-        if "vanished" in fields and is_floating(node.dtype):
-            found["vanished"] = jnp.max(jnp.abs(jnp.where(half == 0, exact, 0)), initial=0)
         if "total" in fields:
             found.setdefault("total", found.get("introduced"))
         self.measured[number] = Measured(*map(found.get, Measured._fields))
@@ -202,8 +206,8 @@ def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -
     found = {}
     for number, values in measured.items():
         host = (np.float64(0) if v is None else np.asarray(v, np.float64) for v in values)
-        (*sums, lost, largest, vanished), unit = host, unit_of(number)
-        scaled = (*(v / unit**2 for v in sums), lost, largest / unit, vanished)
+        (*sums, lost, largest), unit = host, unit_of(number)
+        scaled = (*(v / unit**2 for v in sums), lost, largest / unit)
         found[number] = Measured._make(np.nan_to_num(v, nan=np.inf, posinf=np.inf) for v in scaled)
     return found
 
@@ -212,13 +216,12 @@ def over_all_trips(measured: Mapping[int, Measured]) -> dict[int, Measured]:
     """Adds up what was measured over the trips of loops, on the host; all nodes have a total then."""
     found = {}
     for number, values in measured.items():
-        *sums, lost, largest, vanished = values
+        *sums, lost, largest = values
         added = Measured(
             *(value.sum() for value in sums),
             # An array for each trip; 0 without float8.
             lost=lost.reshape(-1, 2, 3).sum(0) if lost.size > 1 else 0.0,
             largest=largest.max(initial=0.0),
-            vanished=vanished.max(initial=0.0),
         )
         found[number] = added._replace(total=whole_error(added))
     return found

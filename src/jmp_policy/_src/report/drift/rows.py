@@ -26,8 +26,8 @@ from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, over_
 #: Of what goes round in a loop, this is lost in each trip, so that the sum over all trips is finite.
 _LOST = 1e-9
 
-#: From here on a float32 number that is 0 in the half run is not one that was too small for half precision.
-_VANISHED = 1e-6
+#: The part of a value's error from which on infinite values that make some of it 0 are a cause.
+_OF_VANISHED = 0.1
 
 #: The relative error up to which a loop is as it should be, though it is not that of independent roundings.
 _OF_LOOP = 0.01
@@ -77,15 +77,23 @@ class ErrorBudget:
     def _infinite_causes(self) -> tuple[list[bool], set[int]]:
         """Whether each node's error is infinite and matters; and the nodes that it makes zero."""
         causes, vanishing = [not self._is_finite] * len(self._nodes), set[int]()
+        worst = [self._vanished_part(number) for number in range(len(causes))]  # Here, or behind it.
         for number in reversed(range(len(causes))):
-            at = self._at(number)
-            infinite = [s for s in self._nodes[number].sources if np.isinf(self._at(s).total)]
-            if infinite and (causes[number] if np.isinf(at.total) else at.vanished > _VANISHED):
+            at, sources = self._at(number), self._nodes[number].sources
+            for source in sources if worst[number] else ():
+                worst[source] = max(worst[source], worst[number]) if self._at(source).vanished else 0.0
+            infinite = [s for s in sources if np.isinf(self._at(s).total)]
+            if infinite and (causes[number] if np.isinf(at.total) else worst[number] > _OF_VANISHED):
                 if self._is_finite and not np.isinf(at.total):
                     vanishing.add(number)
                 for source in infinite:
                     causes[source] = True
         return causes, vanishing
+
+    def _vanished_part(self, number: int) -> float:
+        """Which part of a node's error is of elements that are 0 in the half run only."""
+        at = self._at(number)
+        return min(at.vanished / at.total, 1.0) if at.vanished and at.total else 0.0
 
     def shares(self, results: Sequence[int | None], squares: Sequence[float]) -> np.ndarray:
         """How much of the error of all results was introduced at each node.
@@ -155,8 +163,11 @@ class ErrorBudget:
         elif not node.adds:
             found = [self.inherited(o) if inside else self._at(o).total for o, inside in operands]
             errors = [self._relative(o, error) for (o, _), error in zip(operands, found, strict=True)]
-            if self._at(number).vanished > _VANISHED and any(o in self._vanishing for o, _ in operands):
-                errors = [float(o in self._vanishing) for o, _ in operands]
+            zero, part = [o in self._vanishing for o, _ in operands], self._vanished_part(number)
+            if any(zero) and part:
+                rest = (1 - part) / (sum(errors) or 1.0)
+                pairs = zip(errors, zero, strict=True)
+                errors = [rest * e * np.isfinite(e) + part * is_zero / sum(zero) for e, is_zero in pairs]
         elif inner:
             outside = [self._nodes[o].sources if inside else (o,) for o, inside in operands]
             errors = [sum(self._relative(s, self._at(s).total) for s in sources) for sources in outside]
@@ -283,6 +294,8 @@ class Rows:
                 if number in carried and math.isfinite(at.total):
                     made = max(made, at.total - at.inherited)
                 found += self.shares[number] * unit_roundoff**2 / 3 * at.exact / made
+            elif np.isinf(at.introduced) and not self._budget.is_infinite_cause[number]:
+                found += self.shares[number]  # Its infinite values do no harm, and hide its roundings.
         return error * math.sqrt(max(found, 0.0)) if math.isfinite(error) else 0.0
 
     def _where_it_is_for(self, number: int) -> Node:

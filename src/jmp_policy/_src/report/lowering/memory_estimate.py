@@ -180,9 +180,12 @@ class _Accounting:
         if not ir.holds_jaxpr(eqn) and name not in _COSTLY and is_elementwise:
             made = frozenset().union(*(v.made for v in operands))
             return [_Value(made, of_gradients=any(v.of_gradients for v in operands))] * len(eqn.outvars)
-        if name in _REDUCES and operands[0].of_gradients and 0 in eqn.params.get("axes", ()):
+        given = [i for i, v in enumerate(operands) if v.of_gradients]
+        if any(0 in _summed_axes(eqn, i) for i in given):
             self._of_backward.update(axes(_shape(var)) for var in eqn.outvars)
-        return [self._made(var) for var in eqn.outvars]
+        # A factor for each example is broadcast.
+        kept = {_shape(eqn.invars[i]) for i in given}
+        return [self._made(var)._replace(of_gradients=_shape(var) in kept) for var in eqn.outvars]
 
     def _scan(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
         """Accounts for a loop, which keeps what it gives, but for the layers' parameters that it casts."""
@@ -196,6 +199,13 @@ class _Accounting:
 
     def _made(self, var: Any) -> _Value:
         return _Value(frozenset([_Made(math.prod(_shape(var)) // self._devices, _width(var))]))
+
+
+def _summed_axes(eqn: Any, place: int) -> tuple[int, ...]:
+    """The axes of an operand that an operation sums over."""
+    if eqn.primitive.name == "dot_general":
+        return eqn.params["dimension_numbers"][0][place]
+    return eqn.params.get("axes", ()) if eqn.primitive.name in _REDUCES else ()
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

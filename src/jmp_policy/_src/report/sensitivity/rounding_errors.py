@@ -69,10 +69,24 @@ def _rounded(x: Any, dtype: str, scale: Any = None) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _counted_rounding(x: jax.Array, dtype: str) -> tuple[jax.Array, Sequence[Any], jax.Array]:
-    """What rounding adds, how many values overflow upward and underflow, and which become -inf."""
+    """What rounding adds, how many values overflow and underflow, and which are -inf beside other values."""
     error, overflow, underflow = rounding(x, dtype)
-    is_low = overflow & (x < 0)
+    is_low = overflow & (x < 0) & ~_is_in_low_row(x, overflow)
     return error, totals([x.astype(jnp.float32) for x in (overflow & ~is_low, underflow)]), is_low
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _counted_rows(x: jax.Array, dtype: str) -> tuple[jax.Array, Sequence[Any], jax.Array]:
+    """The same of what is rounded already: no error, and how many values are in rows of -inf alone."""
+    _, overflow, _ = rounding(x, dtype)
+    count = jnp.sum(_is_in_low_row(x, overflow), dtype=jnp.float32)
+    return jnp.zeros_like(x), (count, jnp.zeros_like(count)), jnp.zeros_like(overflow)
+
+
+def _is_in_low_row(x: jax.Array, overflow: jax.Array) -> jax.Array:
+    """Which values are in a row of the last axis that is -inf alone: a softmax of it is NaN."""
+    low = (overflow & (x < 0)).all(-1, keepdims=True) if x.ndim and x.shape[-1] > 1 else jnp.zeros((), bool)
+    return jnp.broadcast_to(low, x.shape)
 
 
 @jax.jit
@@ -111,6 +125,10 @@ class Counter(NamedTuple):
     def rounded(self, x: jax.Array, dtype: str) -> Any:
         """What rounding adds, and counts."""
         return _counted_rounding(jax.lax.stop_gradient(x), dtype)
+
+    def chosen(self, x: jax.Array, dtype: str) -> Any:
+        """The same of what a mask chooses, which rounds nothing."""
+        return _counted_rows(jax.lax.stop_gradient(x), dtype)
 
     def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value as it is; it passes another tap, at which c arrives."""
@@ -198,6 +216,8 @@ class Switch(NamedTuple):
     def rounded(self, x: jax.Array, dtype: str) -> Any:
         """The value, rounded."""
         return _rounded(x, dtype)
+
+    chosen = rounded
 
     def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value, rounded or not."""

@@ -257,6 +257,8 @@ class TappedProgram(Interpreter):
         own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
         backward = len(own) > 1 or any(reader.primitive.name not in _EXACT_TRANSPOSE for reader in own)
         made = Tapped(array, group)
+        if eqn.primitive.name == "select_n" and self._is_asked(group):
+            made.rounded, forward = self._sinks[Sink(group, False)].chosen(array, self._dtype), True
         made.array = self._tapped(made, array, group, forward, backward)
         return made
 
