@@ -80,8 +80,9 @@ class ErrorBudget:
         worst = [self._vanished_part(number) for number in range(len(causes))]  # Here, or behind it.
         for number in reversed(range(len(causes))):
             at, sources = self._at(number), self._nodes[number].sources
-            for source in sources if worst[number] else ():
-                worst[source] = max(worst[source], worst[number]) if self._at(source).vanished else 0.0
+            for source in sources:
+                if self._at(source).vanished:
+                    worst[source] = max(worst[source], worst[number])
             infinite = [s for s in sources if np.isinf(self._at(s).total)]
             if infinite and (causes[number] if np.isinf(at.total) else worst[number] > _OF_VANISHED):
                 if self._is_finite and not np.isinf(at.total):
@@ -165,9 +166,9 @@ class ErrorBudget:
             errors = [self._relative(o, error) for (o, _), error in zip(operands, found, strict=True)]
             zero, part = [o in self._vanishing for o, _ in operands], self._vanished_part(number)
             if any(zero) and part:
-                rest = (1 - part) / (sum(errors) or 1.0)
-                pairs = zip(errors, zero, strict=True)
-                errors = [rest * e * np.isfinite(e) + part * is_zero / sum(zero) for e, is_zero in pairs]
+                finite = [e if np.isfinite(e) else 0.0 for e in errors]
+                rest, each = (1 - part) / (sum(finite) or 1.0), part / sum(zero)
+                errors = [rest * e + each * is_zero for e, is_zero in zip(finite, zero, strict=True)]
         elif inner:
             outside = [self._nodes[o].sources if inside else (o,) for o, inside in operands]
             errors = [sum(self._relative(s, self._at(s).total) for s in sources) for sources in outside]
