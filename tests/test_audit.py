@@ -1488,6 +1488,29 @@ def test_integers_of_rounded_arguments_are_named(model, is_found):
         assert named[0].path == "Rows"
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_autocast_leaves_is_no_fault_of_a_cast_before_it(grad):
+    def function(w, x):
+        h = jnp.tanh(x @ w)
+        with jmpp.region("off"):
+            h = jnp.tanh(h @ w)
+        return (h @ w).mean()
+
+    found = jmpp.audit(jmpp.autocast(function, "float16"), jnp.ones((16, 16)), jnp.ones((8, 16)), grad=grad)
+    assert {p.cause for p in found.wide_products} == {"autocast"}
+    assert ", which autocast leaves: in region('off'), by rules=" in found.verdict
+
+
+def test_two_half_types_that_meet_are_both_named():
+    def function(x, w):
+        h = x.astype(jnp.float16) @ w.astype(jnp.float16)
+        return jnp.tanh(h * w.astype(jnp.bfloat16)) @ w
+
+    found = jmpp.audit(function, jnp.ones((16, 16)), jnp.ones((16, 16)))
+    assert "as bfloat16 met float16 in test_audit.py" in found.verdict
+    assert "cast to one of them there" in found.verdict
+
+
 def test_integers_of_computed_half_values_are_no_finding():
     """A quantised activation was meant to be rounded, and so was an argument that came in half."""
 

@@ -156,7 +156,7 @@ class Walk:
         def step(eqn: Any, operands: list[ValueInfo]) -> list[ValueInfo]:
             # Where exactly matters to nobody in silent rounds.
             site = outer if silent and not compat.is_transposed(eqn) else site_of(eqn, outer)
-            return self._equation(eqn, operands, site, silent)
+            return self.equation(eqn, operands, site, silent)
 
         return ir.evaluate(
             jaxpr,
@@ -166,7 +166,8 @@ class Walk:
             literal=lambda atom: self.new()._replace(constant=atom.val),
         )
 
-    def _equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
+    def equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
+        """What is known of an equation's results; goes over what is inside of it."""
         kind = calls.kind_of(eqn)
         if kind in _LOOPS:
             if not silent:

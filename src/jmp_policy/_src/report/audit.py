@@ -15,7 +15,14 @@ from jmp_policy._src.jaxpr import compat, control_flow, ir, matrix_products, op_
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Operation, Site, ValueInfo, Walk, size
 from jmp_policy._src.products.fp8 import eligibility as fp8
-from jmp_policy._src.report.audit_findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
+from jmp_policy._src.report.audit_findings import (
+    AUTOCAST,
+    Audit,
+    HalfOperation,
+    Product,
+    RepeatedCast,
+    Upcast,
+)
 from jmp_policy._src.report.function import Function, as_function, replaced
 from jmp_policy._src.report.lost_constants import (
     LostConstant,
@@ -55,9 +62,8 @@ def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any)
     with without_overflow_warnings():
         jaxpr = function.jaxpr()
     constants = lost_constants_of(jaxpr, function.call, function.arrays).found()
-    is_autocast = any(map(source_lines.is_of_autocast, ir.equations(jaxpr)))
     arguments = [argument.path for argument in function.arguments]
-    return audit_of(function.name, jaxpr, arguments, constants, is_autocast)
+    return audit_of(function.name, jaxpr, arguments, constants)
 
 
 def audit_of(
@@ -65,7 +71,6 @@ def audit_of(
     jaxpr: Any,
     arguments: Sequence[str],
     constants: tuple[LostConstant, ...] = (),
-    is_autocast: bool = False,
 ) -> Audit:
     """Audits a closed jaxpr.
 
@@ -73,9 +78,8 @@ def audit_of(
       function, arguments: names of the function and its arguments.
       jaxpr: the program.
       constants: that half precision makes infinite, zero or one.
-      is_autocast: whether `autocast` made it.
     """
-    walk = _AuditWalk(jaxpr, is_autocast)
+    walk = _AuditWalk(jaxpr)
     operations, products = walk.operations, walk.products()
     names = [operation.eqn.primitive.name for operation in operations]
     sums, integers = half_sums(walk.seen), rounded_integers(operations, arguments)
@@ -122,8 +126,9 @@ class _AuditWalk(Walk):
     values which the model makes of no half ones.
     """
 
-    def __init__(self, jaxpr: Any, is_autocast: bool):
-        self._is_autocast = is_autocast
+    def __init__(self, jaxpr: Any):
+        self._has_autocast = any(map(source_lines.is_of_autocast, ir.equations(jaxpr)))
+        self._is_inside_autocast = False
         self._promoted: dict[int, Any] = {}
         #: Numbers, and arguments such as a bias, that autocast casts to half where nothing else is float32;
         #: and other shapes of arguments, which are such where they are smaller than what they meet.
@@ -139,14 +144,22 @@ class _AuditWalk(Walk):
             return frozenset()  # The results are half again.
         causes = frozenset().union(*(value.provenance for value in operands))
         silent = causes - self._written.keys()
-        is_silent = _is_silent_upcast(eqn, site) and not self._is_autocast
+        is_silent = _is_silent_upcast(eqn, site) and not self._has_autocast
         if is_silent or (_mixes(eqn) and not silent):
             return silent | {self._id(eqn)}
-        is_widened = _is_upcast(eqn) or (self._is_autocast and _is_widening_product(eqn))
+        is_widened = _is_upcast(eqn) or (self._has_autocast and _is_widening_product(eqn))
         if is_widened and not site.backward:
             self._written[self._id(eqn)] = site.place
             return frozenset([self._id(eqn)])
         return silent | set(sorted(causes - silent)[:1])
+
+    def equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
+        outside = self._is_inside_autocast
+        # What is in a loop has no frames of what is around it.
+        self._is_inside_autocast = outside or (ir.holds_jaxpr(eqn) and source_lines.is_of_autocast(eqn))
+        results = super().equation(eqn, operands, site, silent)
+        self._is_inside_autocast = outside
+        return results
 
     def _id(self, eqn: Any) -> int:
         return self._ids.setdefault(id(eqn), len(self._ids))
@@ -159,7 +172,7 @@ class _AuditWalk(Walk):
         name = eqn.primitive.name
         if name in _PRODUCTS:
             self._see_product(eqn, site, operands)
-        elif _is_silent_upcast(eqn, site) and self._is_autocast:
+        elif _is_silent_upcast(eqn, site) and self._has_autocast:
             self._promoted[results[0].key] = eqn
         elif _is_silent_upcast(eqn, site):
             self._note_upcast(eqn, site, eqn.invars[0], eqn.outvars[0])
@@ -191,9 +204,10 @@ class _AuditWalk(Walk):
             # JAX multiplies half by float32 without a conversion that would show in the jaxpr.
             self._note_upcast(eqn, site, *sorted(eqn.invars[:2], key=lambda v: v.aval.dtype.itemsize))
             causes = frozenset([self._id(eqn)])
-        precision = ir.asked_precision(eqn)
-        if self._is_autocast and precision:
-            causes = frozenset()  # It would be in half otherwise, whatever its operands are.
+        is_half_product = all(map(is_half, map(ir.dtype_of, eqn.invars[:2])))
+        is_autocasts = self._is_inside_autocast or source_lines.is_of_autocast(eqn)
+        if is_left := is_autocasts and not is_half_product:
+            causes = frozenset()  # Autocast lowers products whatever their operands are, or leaves them.
         size = matrix_products.size_of(eqn)
         lhs, rhs = fp8.operand_dtypes(eqn)
         product = Product(
@@ -204,7 +218,8 @@ class _AuditWalk(Walk):
             pad=matrix_products.padding(eqn, size),
             scales=fp8.recipe_of(eqn),
             stays=fp8.why_not(eqn, site.path),
-            precision=precision,
+            cause=AUTOCAST if is_left else "",
+            precision=ir.asked_precision(eqn),
         )
         # Causes are named at the end: in a loop one may come after the product that it reaches.
         self._products.append((product, causes))
@@ -237,7 +252,9 @@ class _AuditWalk(Walk):
         is_float8, found = any(p.scales for p, _ in self._products), list[Product]()
         for p, causes in self._products:
             share, stays = p.flops / flops if flops else 0.0, p.stays if is_float8 else ""
-            found.append(dataclasses.replace(p, share=share, cause=self._places(causes), stays=stays))
+            found.append(
+                dataclasses.replace(p, share=share, cause=p.cause or self._places(causes), stays=stays)
+            )
         return found
 
     def upcasts(self) -> Iterator[Upcast]:

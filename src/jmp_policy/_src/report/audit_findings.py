@@ -29,6 +29,10 @@ _ONE = re.compile(r" 1(?:,|$)")
 _VECTORS = "with a size of 1, where padding does not help (a larger batch may)"
 
 
+#: The cause of products that autocast leaves in float32.
+AUTOCAST = "autocast"
+
+
 @dataclasses.dataclass(frozen=True)
 class Product(PlacedOperation):
     """Matrix product or convolution.
@@ -47,7 +51,7 @@ class Product(PlacedOperation):
       pad: what to pad for rows of a multiple of 16 bytes ("n 1001 to 1008"), "" if nothing; a size of 1,
         which padding does not help, is "m 1".
       cause: places where half values met float32, or were cast to it, if it is not computed in half for that;
-        else "".
+        "autocast" if autocast leaves it in float32; else "".
       scales: how operands are scaled, of a product in float8: the name of the recipe; else "".
       stays: why it is not in float8, in a program that has such products; else "".
       precision: the `precision=` that it asks for itself, which keeps it in float32 under autocast; else "".
@@ -256,10 +260,15 @@ class Audit(Report):
         p, places = products[0], dict.fromkeys(place for c in causes for place in c.split("; ") if place)
         if jnp.issubdtype(_widest(p), jnp.complexfloating):
             return ", and no complex dtype is half"
-        if not places and p.precision:
+        if places.keys() <= {AUTOCAST} and p.precision:
             return (
                 f", since autocast leaves what asks for precision={p.precision}, as JAX's linear algebra "
                 "does: where you ask for it, leave that out, or wrap the module"
+            )
+        if places.keys() == {AUTOCAST}:
+            return (
+                ", which autocast leaves: in region('off'), by rules=, full= or ops=, in a custom_vjp "
+                "(lower={'custom_vjp_call'} lowers it), or in one of JAX's solvers"
             )
         if not places and any(other.is_half for other in self.products):
             return (
@@ -272,8 +281,10 @@ class Audit(Report):
                 ", whose operands were never half: wrap the module, or autocast the function (a custom_vjp "
                 "in it with lower={'custom_vjp_call'})"
             )
-        if any(upcast.place in places for upcast in self.upcasts):
-            return f", as half values met {_widest(p)} in {joined_places(places)}: cast to half there"
+        if narrow := sorted({upcast.narrow for upcast in self.upcasts if upcast.place in places}):
+            met = f"half values met {_widest(p)}" if len(narrow) == 1 else " met ".join(narrow)
+            to = "half" if len(narrow) == 1 else "one of them"
+            return f", as {met} in {joined_places(places)}: cast to {to} there"
         is_there = places.keys() == {p.place for p in products}
         return f", cast to {_widest(p)} {'there' if is_there else f'in {joined_places(places)}'}"
 
