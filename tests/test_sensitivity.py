@@ -580,3 +580,27 @@ def test_a_mask_that_leaves_a_row_without_numbers_overflows(rows):
     assert bool(jmpp.all_finite(half)) == (not rows)
     found = jmpp.sensitivity(loss_of(Attends()), params, dtype="float16", probes=1)
     assert (found.rows[0].overflow > 0) == rows
+
+
+class Pools(nn.Module):
+    """Attention over the tokens of a sequence, with the heads behind them."""
+
+    @nn.compact
+    def __call__(self, x, real):
+        h = nn.tanh(nn.Dense(16)(x))
+        weights = nn.softmax(jnp.where(real[..., None], nn.Dense(4)(h), -1e9), axis=1)
+        largest = jnp.where(real[..., None], h, -1e9).max(1)
+        return jnp.einsum("bth,btd->bhd", weights, h).sum(1) + largest
+
+
+@pytest.mark.slow
+def test_a_mask_of_whole_rows_over_another_axis_hides_them():
+    x, real = jax.random.normal(jax.random.key(0), (2, 6, 16)), jnp.arange(6) < jnp.array([[6], [4]])
+    params = Pools().init(jax.random.key(1), x, real)
+
+    def loss_of(model):
+        return lambda params: jnp.square(model.apply(params, x, real).astype(jnp.float32)).mean()
+
+    assert jmpp.all_finite(jax.grad(loss_of(jmpp.wrap(Pools(), "mixed_float16")))(params))
+    found = jmpp.sensitivity(loss_of(Pools()), params, dtype="float16", probes=1)
+    assert not any(row.overflow for row in found.rows)

@@ -26,7 +26,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,10 @@ from jmp_policy._src.report.pieces import compiled_quickly, totals
 from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
 from jmp_policy._src.report.tapping import varying_like
+
+
+#: Axes along which maxima are taken of arrays of a shape.
+Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -67,26 +71,28 @@ def _rounded(x: Any, dtype: str, scale: Any = None) -> Any:
     return narrowed(x * scale, dtype).astype(jnp.float32) / scale
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _counted_rounding(x: jax.Array, dtype: str) -> tuple[jax.Array, Sequence[Any], jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _counted_rounding(x: jax.Array, dtype: str, rows: Rows) -> tuple[jax.Array, Sequence[Any], jax.Array]:
     """What rounding adds, how many values overflow and underflow, and which are -inf beside other values."""
     error, overflow, underflow = rounding(x, dtype)
-    is_low = overflow & (x < 0) & ~_is_in_low_row(x, overflow)
+    is_low = overflow & (x < 0) & ~_is_in_low_row(x, overflow, rows)
     return error, totals([x.astype(jnp.float32) for x in (overflow & ~is_low, underflow)]), is_low
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _counted_rows(x: jax.Array, dtype: str) -> tuple[jax.Array, Sequence[Any], jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _counted_rows(x: jax.Array, dtype: str, rows: Rows) -> tuple[jax.Array, Sequence[Any], jax.Array]:
     """The same of what is rounded already: no error, and how many values are in rows of -inf alone."""
     _, overflow, _ = rounding(x, dtype)
-    count = jnp.sum(_is_in_low_row(x, overflow), dtype=jnp.float32)
+    count = jnp.sum(_is_in_low_row(x, overflow, rows), dtype=jnp.float32)
     return jnp.zeros_like(x), (count, jnp.zeros_like(count)), jnp.zeros_like(overflow)
 
 
-def _is_in_low_row(x: jax.Array, overflow: jax.Array) -> jax.Array:
-    """Which values are in a row of the last axis that is -inf alone: a softmax of it is NaN."""
-    low = (overflow & (x < 0)).all(-1, keepdims=True) if x.ndim and x.shape[-1] > 1 else jnp.zeros((), bool)
-    return jnp.broadcast_to(low, x.shape)
+def _is_in_low_row(x: jax.Array, overflow: jax.Array, rows: Rows) -> jax.Array:
+    """Which values are in a row that is -inf alone: a softmax of it is NaN."""
+    low, found = overflow & (x < 0), jnp.zeros_like(overflow)
+    for axes in rows:
+        found |= low.all(axes, keepdims=True)
+    return found
 
 
 @jax.jit
@@ -122,13 +128,13 @@ class Counter(NamedTuple):
 
         return Counter(*map(moved, self))
 
-    def rounded(self, x: jax.Array, dtype: str) -> Any:
-        """What rounding adds, and counts."""
-        return _counted_rounding(jax.lax.stop_gradient(x), dtype)
+    def rounded(self, x: jax.Array, dtype: str, rows: Rows) -> Any:
+        """What rounding adds, and counts; `rows` are the axes of which a softmax may be taken."""
+        return _counted_rounding(jax.lax.stop_gradient(x), dtype, rows)
 
-    def chosen(self, x: jax.Array, dtype: str) -> Any:
+    def chosen(self, x: jax.Array, dtype: str, rows: Rows) -> Any:
         """The same of what a mask chooses, which rounds nothing."""
-        return _counted_rows(jax.lax.stop_gradient(x), dtype)
+        return _counted_rows(jax.lax.stop_gradient(x), dtype, rows)
 
     def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value as it is; it passes another tap, at which c arrives."""
@@ -213,7 +219,7 @@ class Switch(NamedTuple):
         """The sink itself."""
         return self
 
-    def rounded(self, x: jax.Array, dtype: str) -> Any:
+    def rounded(self, x: jax.Array, dtype: str, rows: Rows) -> Any:
         """The value, rounded."""
         return _rounded(x, dtype)
 

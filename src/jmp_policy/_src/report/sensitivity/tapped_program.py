@@ -169,10 +169,12 @@ class TappedProgram(Interpreter):
     ):
         self._group_of, self._sinks, self._dtype, self._written = group_of, sinks, dtype, written
         self._readers: Mapping[Any, Sequence[Any]] = {}
+        self._maxima: Mapping[Any, Sequence[Any]] = {}
         self.groups: dict[str, None] = {}
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         """The results of a closed jaxpr, in float32."""
+        self._maxima = _maxima(jaxpr)
         return [self._outside(out) for out in self.run(jaxpr, [Tapped(to_float32(x)) for x in arrays], ())]
 
     def run(self, jaxpr: Any, values: Sequence[Tapped], where: tuple[str, ...] = ()) -> list[Tapped]:
@@ -257,8 +259,8 @@ class TappedProgram(Interpreter):
         own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
         backward = len(own) > 1 or any(reader.primitive.name not in _EXACT_TRANSPOSE for reader in own)
         made = Tapped(array, group)
-        if eqn.primitive.name == "select_n" and self._is_asked(group):
-            made.rounded, forward = self._sinks[Sink(group, False)].chosen(array, self._dtype), True
+        if eqn.primitive.name == "select_n" and self._is_asked(group) and (rows := self._rows(array)):
+            made.rounded, forward = self._sinks[Sink(group, False)].chosen(array, self._dtype, rows), True
         made.array = self._tapped(made, array, group, forward, backward)
         return made
 
@@ -296,9 +298,13 @@ class TappedProgram(Interpreter):
             return array
         sink = self._sinks[Sink(group, alone)]
         if value and of.rounded is None:
-            of.rounded = sink.rounded(of.array, self._dtype)
+            of.rounded = sink.rounded(of.array, self._dtype, self._rows(of.array))
         which = Which(value, cotangent, self._dtype)
         return tap(which, array, of.rounded if value else None, sink.beside(array))
+
+    def _rows(self, array: Any) -> tuple[tuple[int, ...], ...]:
+        """The axes along which the program takes maxima of arrays of this shape, as a softmax does."""
+        return tuple(self._maxima.get(array.shape, ()))
 
     def _is_asked(self, group: str | None) -> TypeGuard[str]:
         if group is not None:
@@ -322,6 +328,15 @@ class TappedProgram(Interpreter):
             for x, atom in zip(arrays, eqn.invars, strict=True)
         ]
         return self.bind(eqn, *full)
+
+
+def _maxima(jaxpr: Any) -> dict[tuple[int, ...], dict[tuple[int, ...], None]]:
+    """By shape the axes along which a program takes maxima."""
+    found: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
+    for eqn in ir.equations(jaxpr):
+        if eqn.primitive.name == "reduce_max":
+            found.setdefault(ir.shape_of(eqn.invars[0]), {})[tuple(eqn.params["axes"])] = None
+    return found
 
 
 def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, list[Any]]:
