@@ -376,6 +376,35 @@ def test_averages_that_begin_as_integers_or_one_number_have_no_nan_from_a_skippe
     np.testing.assert_allclose(jnp.ravel(model.mean[...]), Average().layer(good).mean(0) / 2, atol=1e-3)
 
 
+class Counts(nnx.Module):
+    """State of a dtype that is not that of what is added to it."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.large, self.seen = nnx.BatchStat(np.int64(2**40)), nnx.BatchStat(jnp.zeros(8, bool))
+        self.phase, self.total, self.key = nnx.BatchStat(0j), nnx.data(0), nnx.Variable(jax.random.key(3))
+
+    def __call__(self, x):
+        h = self.layer(x)
+        mean = h.mean().astype(jnp.float32)
+        self.large.set_value(jnp.asarray(self.large.get_value(), jnp.float32) * 0.5 + mean)
+        self.seen.set_value(self.seen.get_value() + h.mean(0).astype(jnp.float32))
+        self.phase.set_value(self.phase.get_value() + 1j * mean)
+        self.total += mean
+        self.key.set_value(jax.random.split(jnp.ravel(self.key.get_value())[0], 3))
+        return h
+
+
+def test_state_of_any_dtype_is_put_back_on_a_skipped_first_step():
+    model = jmpp.wrap(Counts(), "mixed_float16")
+    optimizer = jmpp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, precision="fp16")
+    optimizer.minimize(lambda model, x: model(x).mean(), model, X[:, :8].at[0].set(jnp.nan))
+    assert (float(model.large[...]), complex(model.phase[...]), float(model.total)) == (2**40, 0, 0)
+    np.testing.assert_array_equal(model.seen[...], np.zeros(8))
+    # A key that has become three is none that could be put back three times.
+    assert len({tuple(data) for data in jax.random.key_data(model.key[...]).tolist()}) == 3
+
+
 @pytest.mark.slow
 def test_statistics_of_a_linen_module_inside_are_kept_on_a_skipped_step():
     class Net(nn.Module):

@@ -85,27 +85,32 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
         old = before[place][1] if place in kept else new
         if new is old or jax.tree.structure(new) != jax.tree.structure(old):
             continue
-        # State that was computed in half stays what it was.
-        new = jax.tree.map(in_dtype_of, old, new)
-        selected = select_tree(finite, new, jax.tree.map(_to_keep, old, new))
+        selected = jax.tree.map(functools.partial(_selected, finite), old, new)
         if isinstance(stored_in, nnx.Variable):
             stored_arrays.write(stored_in, selected)
         else:
             _put(graph_of(place[0]), place[1], selected)
 
 
-def _to_keep(old: Any, new: Any) -> Any:
-    """What is put back in a place on a skipped step: the old array, or number, if the new one is alike."""
-    is_number = isinstance(old, jax.Array | np.ndarray | np.generic | int | float)
-    if not is_number or not isinstance(new, jax.Array):
+def _selected(finite: jax.Array, old: Any, new: Any) -> Any:
+    """The new state; on a skipped step the old array or number, in the shape and dtype of the new one."""
+    new = in_dtype_of(old, new)  # State that was computed in half stays what it was.
+    if not isinstance(old, _NUMBERS) or not isinstance(new, jax.Array):
         return new
-    if isinstance(old, jax.Array) and old.dtype == new.dtype and old.shape == new.shape:
-        return old
-    if isinstance(old, jax.Array) and old.dtype != new.dtype and not jnp.issubdtype(old.dtype, jnp.integer):
-        return new
-    if np.size(old) == 1:  # A sum may begin as the number 0.
-        return jnp.full_like(new, jnp.asarray(old).reshape(()))
-    return jnp.asarray(old, new.dtype) if np.shape(old) == new.shape else new
+    before = old if isinstance(old, jax.Array) else np.asarray(old)
+    if before.dtype != new.dtype:
+        is_key = any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in (before, new))
+        if is_key or (jnp.iscomplexobj(before) and not jnp.iscomplexobj(new)):
+            return new
+        before = before.astype(new.dtype)
+    if before.shape != new.shape:
+        if before.size != 1 or jnp.issubdtype(new.dtype, jax.dtypes.extended):
+            return new
+        before = jnp.full_like(new, before.reshape(()))  # A sum may begin as the number 0.
+    return select_tree(finite, new, jnp.asarray(before))
+
+
+_NUMBERS = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 
 def _held(models: Sequence[nnx.Module]) -> dict[tuple[int, graph_nodes.Path], tuple[Any, Any]]:
@@ -117,7 +122,7 @@ def _held(models: Sequence[nnx.Module]) -> dict[tuple[int, graph_nodes.Path], tu
         (i, path): (value, stored_arrays.read(value) if isinstance(value, nnx.Variable) else value)
         for i, model in enumerate(models)
         for path, value in nnx.iter_graph(model)
-        if isinstance(value, nnx.Variable | jax.Array | np.ndarray | np.generic | float)
+        if isinstance(value, (nnx.Variable, *_NUMBERS))
     }
 
 

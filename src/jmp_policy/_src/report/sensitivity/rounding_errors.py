@@ -39,7 +39,6 @@ from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
 from jmp_policy._src.report.tapping import varying_like
 
-
 #: Axes along which maxima are taken of arrays of a shape.
 Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
