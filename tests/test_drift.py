@@ -408,6 +408,40 @@ def test_an_overflow_that_ends_in_finite_numbers_is_named(rows):
 
 
 @pytest.mark.slow
+def test_an_overflow_that_is_made_a_number_again_is_named():
+    def loss(w, x):
+        squares = jnp.square(x.astype(HALF) @ w.astype(HALF) * 100)
+        return jnp.log1p(jnp.nan_to_num(squares).astype(jnp.float32)).mean()
+
+    w, x = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (16, 32))
+    found = jmpp.drift(loss, w, x)
+    assert 0.01 < found.loss_error < 1
+    assert not found.is_normal
+    assert "square in float16, which overflows" in found.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adds", [False, True])
+def test_an_overflow_in_a_later_trip_of_a_loop_is_named(adds):
+    """Each trip reads what the one before it gave: no operation has finite operands in all trips."""
+
+    def loss(w, x):
+        h = x.astype(HALF) @ w.astype(HALF)
+        if adds:
+            zeros = jnp.zeros_like(h)
+            squares, _ = jax.lax.scan(lambda c, _: (c + 64 * h * h, None), zeros, None, length=30)
+            h = h * jax.lax.rsqrt(squares.mean(-1, keepdims=True) + 1)
+            return jnp.square(h.astype(jnp.float32)).mean()
+        grown, _ = jax.lax.scan(lambda c, _: (c * 16, None), h * h + 1, None, length=3)
+        return jnp.square(1e4 / (1 + grown).astype(jnp.float32)).mean()
+
+    w, x = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (16, 32))
+    found = jmpp.drift(loss, w, x)
+    assert 0.01 < found.error < 10
+    assert f"{'add' if adds else 'mul'} in float16, which overflows" in found.verdict
+
+
+@pytest.mark.slow
 def test_squares_beyond_float32_are_an_infinite_error():
     def loss_fn(w):
         return jnp.square(w.astype(HALF)).astype(jnp.float32).sum()

@@ -146,6 +146,24 @@ def test_attention_of_two_dtypes_says_what_to_cast_and_that_helps():
     assert jmpp.wrap(Rotary(half=True), "mixed_float16").apply(variables, x).shape == (2, 3, 2, 8)
 
 
+class Strict(nn.Module):
+    """A module with a check of its own."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(8)(x)
+        if h.dtype != jnp.float32:
+            raise TypeError(f"the input dtype should be float32, got {h.dtype}")
+        return h
+
+
+def test_a_check_of_a_modules_own_is_no_error_of_attention():
+    x = jnp.ones((3, 8))
+    variables = Strict().init(jax.random.key(0), x)
+    with pytest.raises(TypeError, match=r"let the module compute in float32 by a rule: PolicyMap\("):
+        jmpp.wrap(Strict(), "mixed_float16").apply(variables, x)
+
+
 def test_errors_that_have_other_causes_are_as_they_were():
     def wrong(dense, h):
         return lax.dynamic_update_slice(zeros(), h[0], (0, 0))

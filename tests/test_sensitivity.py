@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -604,3 +605,40 @@ def test_a_mask_of_whole_rows_over_another_axis_hides_them():
     assert jmpp.all_finite(jax.grad(loss_of(jmpp.wrap(Pools(), "mixed_float16")))(params))
     found = jmpp.sensitivity(loss_of(Pools()), params, dtype="float16", probes=1)
     assert not any(row.overflow for row in found.rows)
+
+
+class Chooses(nn.Module):
+    """A module that ends in a choice, by `jnp.where` or `lax.select`, of the shape of a softmax elsewhere."""
+
+    choose: Any
+
+    @nn.compact
+    def __call__(self, x, keep):
+        h = nn.tanh(nn.Dense(16)(x))
+        return self.choose(keep, h * 1.25, jnp.zeros_like(h))
+
+
+class ReadsChosen(nn.Module):
+    choose: Any
+
+    @nn.compact
+    def __call__(self, x, keep):
+        return nn.softmax(nn.Dense(16, name="reader")(Chooses(self.choose, name="chooses")(x, keep)))
+
+
+@pytest.mark.slow
+def test_the_reader_of_what_a_mask_chose_rounds_it():
+    x, keep = (
+        jax.random.normal(jax.random.key(0), (8, 16)),
+        jax.random.bernoulli(jax.random.key(2), 0.8, (8, 16)),
+    )
+    params = ReadsChosen(jnp.where).init(jax.random.key(1), x, keep)
+
+    def predicted(choose):
+        def loss_fn(params):
+            return jnp.square(ReadsChosen(choose).apply(params, x, keep).astype(jnp.float32)).sum()
+
+        found = jmpp.sensitivity(loss_fn, params, dtype="float16", probes=4, candidates=["reader"])
+        return found.rows[0].predicted
+
+    assert predicted(jax.lax.select) == pytest.approx(predicted(jnp.where), rel=1e-3)

@@ -41,7 +41,7 @@ def explain(error: Exception, module: str, pattern: str, precision: ModulePrecis
         f"(x.astype(jnp.{half})), and a loop the argument that it reads, or let the module compute in "
         f'float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).'
     )
-    if "dtype should be" in text:
+    if text.startswith(("query dtype", "key dtype", "value dtype")):
         advice = (
             "Attention takes queries, keys and values of one dtype, and some of them have met float32 "
             f"numbers, a rotary embedding, say: cast them back before it (q.astype(jnp.{half}))."

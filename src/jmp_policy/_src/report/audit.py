@@ -133,7 +133,7 @@ class _AuditWalk(Walk):
         #: Numbers, and arguments such as a bias, that autocast casts to half where nothing else is float32;
         #: and other shapes of arguments, which are such where they are smaller than what they meet.
         self._not_promoting, self._reshaped, self._constants = set[int](), set[int](), set[int]()
-        self._ids: dict[int, int] = {}
+        self._ids: dict[int, tuple[int, Any]] = {}  # With the equations: else an identity may come again.
         self._upcasts: dict[int, Upcast] = {}
         self._written: dict[int, str] = {}
         self._products: list[tuple[Product, frozenset[int]]] = []
@@ -162,7 +162,7 @@ class _AuditWalk(Walk):
         return results
 
     def _id(self, eqn: Any) -> int:
-        return self._ids.setdefault(id(eqn), len(self._ids))
+        return self._ids.setdefault(id(eqn), (len(self._ids), eqn))[0]
 
     def see(self, operation: Operation) -> None:
         super().see(operation)
@@ -270,7 +270,7 @@ class _AuditWalk(Walk):
         upcasts, of_carries, found = dict[int, int](), set[int](), set[int]()
         for eqn, _, operands, results in self.operations:
             if id(eqn) in self._ids:
-                upcasts[results[0].key] = self._ids[id(eqn)]
+                upcasts[results[0].key] = self._id(eqn)
             pairs = zip(eqn.invars, operands, strict=True)
             if any((v.is_carry or v.key in of_carries) and ir.is_float32(atom) for atom, v in pairs):
                 of_carries.update(info.key for info in results)

@@ -207,7 +207,8 @@ class TwinEvaluation(Interpreter):
         joins = operands if before and len(sources) > 1 else ()
         adds = eqn.primitive.name in _ADDS
         node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note, joins, argument)
-        return made._replace(node=self.recorder.add(node, made.half, made.wide, made.exact, made.lost))
+        number = self.recorder.add(node, made.half, made.wide, made.exact, made.lost, twins)
+        return made._replace(node=number)
 
 
 def _weight(node: Node) -> tuple[int, bool]:

@@ -5,7 +5,7 @@ A node is a value that differs. Its sources are the nodes that it was computed f
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -125,7 +125,8 @@ class Measured(NamedTuple):
       inherited: squares of the rest.
       total: squares of the whole error.
       exact: squares of the value in float32.
-      vanished: the same of those of its elements that are 0 in the other run, and not too small for it.
+      vanished: squares of the error of elements that are 0 in half, though not too small for it, or computed
+        from what is infinite in half only.
       lost: what rounding operands to float8 lost, as `lost_in_float8` counts it.
       largest: largest absolute error.
     """
@@ -157,7 +158,9 @@ class Recorder:
         self.measured: dict[int, Measured] = {}
         self.wanted, self._errors = wanted, errors
 
-    def add(self, node: Node, half: Any, wide: Any, exact: Any, lost: Any = None) -> int:
+    def add(
+        self, node: Node, half: Any, wide: Any, exact: Any, lost: Any = None, operands: Sequence[Any] = ()
+    ) -> int:
         """Adds a node, measures it if that is wanted, and returns its number.
 
         Args:
@@ -166,6 +169,7 @@ class Recorder:
           wide: what the operation gives in float32 for the operands that the program has there.
           exact: its value in the float32 run.
           lost: what rounding operands to float8 lost; None without float8.
+          operands: twins that it was computed from, element by element where they have its shape.
         """
         self.nodes.append(node)
         number = len(self.nodes) - 1
@@ -186,7 +190,10 @@ class Recorder:
             terms["exact"] = self._errors.finite(exact, unit)
         if "vanished" in fields and is_floating(node.dtype):
             vanished = (half == 0) & (jnp.abs(exact) > VANISHED)
-            terms["vanished"] = self._errors.finite(jnp.where(vanished, exact, 0), unit)
+            for twin in operands:
+                if twin.node is not None and jnp.shape(twin.half) == jnp.shape(half):
+                    vanished |= jnp.isinf(_numbers(twin.half)) & jnp.isfinite(_numbers(twin.exact))
+            terms["vanished"] = self._errors.finite(jnp.where(vanished, error, 0))
         names = [*terms, "largest"] if "largest" in fields else list(terms)
         sums = totals(list(map(_square, terms.values())), jnp.abs(error) if "largest" in fields else None)
         found = {"lost": lost, **dict(zip(names, sums, strict=True))}

@@ -24,7 +24,7 @@ from jmp_policy._src.report.drift.findings import (
 from jmp_policy._src.report.drift.recorder import Measured, Node, on_host, over_all_trips, whole_error
 
 #: Of what goes round in a loop, this is lost in each trip, so that the sum over all trips is finite.
-_LOST = 1e-9
+_LOST = 1e-13
 
 #: The part of a value's error from which on infinite values that make some of it 0 are a cause.
 _OF_VANISHED = 0.1
@@ -61,6 +61,7 @@ class ErrorBudget:
     def __init__(self, nodes: Sequence[Node], measured: Mapping[int, Measured], is_finite: bool):
         self._nodes, self._measured, self._is_finite = nodes, measured, is_finite
         self.is_infinite_cause, self._vanishing = self._infinite_causes()
+        self._begins = self._beginning_in_loops()
         self._parts = functools.cache(self._split)
         self._introduced = np.array([self._introduced_part(i) for i in range(len(nodes))])
         self._edges = [
@@ -81,7 +82,7 @@ class ErrorBudget:
         for number in reversed(range(len(causes))):
             at, sources = self._at(number), self._nodes[number].sources
             for source in sources:
-                if self._at(source).vanished:
+                if self._at(source).vanished and not self._nodes[number].adds:
                     worst[source] = max(worst[source], worst[number])
             infinite = [s for s in sources if np.isinf(self._at(s).total)]
             if infinite and (causes[number] if np.isinf(at.total) else worst[number] > _OF_VANISHED):
@@ -91,10 +92,26 @@ class ErrorBudget:
                     causes[source] = True
         return causes, vanishing
 
+    def _beginning_in_loops(self) -> set[int]:
+        """Operations whose results are the first infinite ones of a loop, though later trips read them."""
+        from scipy import sparse
+
+        infinite = {number for number, at in self._measured.items() if np.isinf(at.total)}
+        edges = [(s, number) for number in infinite for s in self._nodes[number].sources if s in infinite]
+        if not any(self._nodes[number].operation == "carry" for number in infinite):
+            return set()
+        ends, size = np.transpose(edges), len(self._nodes)
+        graph = sparse.csr_matrix((np.ones(len(edges)), ends), shape=(size, size))
+        _, loop_of = sparse.csgraph.connected_components(graph, connection="strong")
+        entered = {loop_of[number] for source, number in edges if loop_of[source] != loop_of[number]}
+        inside = {number for source, number in edges if loop_of[source] == loop_of[number]}
+        begins = {number for number in inside if np.isinf(self._at(number).introduced)}
+        return {number for number in begins if loop_of[number] not in entered}
+
     def _vanished_part(self, number: int) -> float:
         """Which part of a node's error is of elements that are 0 in the half run only."""
         at = self._at(number)
-        return min(at.vanished / at.total, 1.0) if at.vanished and at.total else 0.0
+        return min(at.vanished / at.total, 1.0) if at.vanished and 0 < at.total < math.inf else 0.0
 
     def shares(self, results: Sequence[int | None], squares: Sequence[float]) -> np.ndarray:
         """How much of the error of all results was introduced at each node.
@@ -144,7 +161,8 @@ class ErrorBudget:
         here, before = self._at(number).introduced, self._at(number).inherited
         if np.isinf(before):
             sources = [whole_error(self._at(source)) for source in self._nodes[number].sources]
-            return float(self.is_infinite_cause[number] and not any(map(np.isinf, sources)))
+            is_first = number in self._begins or not any(map(np.isinf, sources))
+            return float(self.is_infinite_cause[number] and is_first)
         if not self._nodes[number].rounds or not here:
             return 0.0
         return 1.0 if np.isinf(here) else here / (here + before)

@@ -258,10 +258,13 @@ class TappedProgram(Interpreter):
         forward = not is_half(ir.dtype_of(eqn.invars[0])) if is_cast else eqn.primitive.name not in _EXACT
         own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
         backward = len(own) > 1 or any(reader.primitive.name not in _EXACT_TRANSPOSE for reader in own)
-        made = Tapped(array, group)
+        made, counted = Tapped(array, group), Tapped(array, group)
         if eqn.primitive.name == "select_n" and self._is_asked(group) and (rows := self._rows(array)):
-            made.rounded, forward = self._sinks[Sink(group, False)].chosen(array, self._dtype, rows), True
-        made.array = self._tapped(made, array, group, forward, backward)
+            # For a reader in another module it is rounded all the same.
+            counted.rounded, forward = self._sinks[Sink(group, False)].chosen(array, self._dtype, rows), True
+            made.array = self._tapped(counted, array, group, forward, backward)
+        else:
+            made.array = self._tapped(made, array, group, forward, backward)
         return made
 
     def _operand(self, value: Tapped, eqn: Any, place: int, group: str | None) -> Any:
