@@ -11,7 +11,7 @@ code made the value:
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -169,7 +169,7 @@ class TappedProgram(Interpreter):
     ):
         self._group_of, self._sinks, self._dtype, self._written = group_of, sinks, dtype, written
         self._readers: Mapping[Any, Sequence[Any]] = {}
-        self._maxima: Mapping[Any, Sequence[Any]] = {}
+        self._maxima: Mapping[Any, Iterable[Any]] = {}
         self.groups: dict[str, None] = {}
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
