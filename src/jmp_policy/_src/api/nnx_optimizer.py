@@ -104,5 +104,7 @@ def _check_wrapped(model: Any, precision: Any) -> None:
         made = "" if is_made else f"precision = jmp_policy.from_config({precision!r}); "
         raise ValueError(
             f"The model ({type(model).__name__}) is not wrapped: it would compute as it was written, "
-            f"whatever the precision. Make it before the optimizer: {made}model = precision.wrap(model)."
+            f"whatever the precision. Make it before the optimizer: {made}model = precision.wrap(model). "
+            "With autocast it stays as it is: flax.nnx.Optimizer(model, jmp_policy.loss_scaled(tx, "
+            "jmp_policy.DynamicLossScale()), wrt=wrt) goes with jmp_policy.nnx.scaled_value_and_grad."
         )
