@@ -1488,6 +1488,7 @@ def test_integers_of_rounded_arguments_are_named(model, is_found):
         assert named[0].path == "Rows"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_autocast_leaves_is_no_fault_of_a_cast_before_it(grad):
     def function(w, x):
@@ -1499,6 +1500,20 @@ def test_what_autocast_leaves_is_no_fault_of_a_cast_before_it(grad):
     found = jmpp.audit(jmpp.autocast(function, "float16"), jnp.ones((16, 16)), jnp.ones((8, 16)), grad=grad)
     assert {p.cause for p in found.wide_products} == {"autocast"}
     assert ", which autocast leaves: in region('off'), by rules=" in found.verdict
+
+
+@pytest.mark.slow
+def test_products_of_an_optimizer_are_the_optimizers():
+    model, x, tx = jmpp.wrap(nn.Dense(16), "mixed_float16"), jnp.ones((8, 16)), optax.contrib.muon(0.1)
+    params = model.init(jax.random.key(0), x)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda params: model.apply(params, x).sum())(params)
+        return tx.update(grads, state, params)
+
+    found = jmpp.audit(step, params, tx.init(params), x)
+    assert {p.cause for p in found.wide_products} == {"optax"}
+    assert "in optax, which computes updates in float32" in found.verdict
 
 
 def test_two_half_types_that_meet_are_both_named():

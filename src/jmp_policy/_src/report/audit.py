@@ -17,6 +17,7 @@ from jmp_policy._src.jaxpr.walk import Operation, Site, ValueInfo, Walk, size
 from jmp_policy._src.products.fp8 import eligibility as fp8
 from jmp_policy._src.report.audit_findings import (
     AUTOCAST,
+    OPTAX,
     Audit,
     HalfOperation,
     Product,
@@ -205,9 +206,13 @@ class _AuditWalk(Walk):
             self._note_upcast(eqn, site, *sorted(eqn.invars[:2], key=lambda v: v.aval.dtype.itemsize))
             causes = frozenset([self._id(eqn)])
         is_half_product = all(map(is_half, map(ir.dtype_of, eqn.invars[:2])))
-        is_autocasts = self._is_inside_autocast or source_lines.is_of_autocast(eqn)
-        if is_left := is_autocasts and not is_half_product:
-            causes = frozenset()  # Autocast lowers products whatever their operands are, or leaves them.
+        cause = ""
+        if not is_half_product and source_lines.is_called_by(eqn, "optax"):
+            cause = OPTAX
+        elif not is_half_product and (self._is_inside_autocast or source_lines.is_of_autocast(eqn)):
+            cause = AUTOCAST  # It lowers products whatever their operands are, or leaves them.
+        if cause:
+            causes = frozenset()
         size = matrix_products.size_of(eqn)
         lhs, rhs = fp8.operand_dtypes(eqn)
         product = Product(
@@ -218,7 +223,7 @@ class _AuditWalk(Walk):
             pad=matrix_products.padding(eqn, size),
             scales=fp8.recipe_of(eqn),
             stays=fp8.why_not(eqn, site.path),
-            cause=AUTOCAST if is_left else "",
+            cause=cause,
             precision=ir.asked_precision(eqn),
         )
         # Causes are named at the end: in a loop one may come after the product that it reaches.

@@ -29,8 +29,8 @@ _ONE = re.compile(r" 1(?:,|$)")
 _VECTORS = "with a size of 1, where padding does not help (a larger batch may)"
 
 
-#: The cause of products that autocast leaves in float32.
-AUTOCAST = "autocast"
+#: The cause of products that autocast leaves in float32, and of those of an optimizer.
+AUTOCAST, OPTAX = "autocast", "optax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Product(PlacedOperation):
       pad: what to pad for rows of a multiple of 16 bytes ("n 1001 to 1008"), "" if nothing; a size of 1,
         which padding does not help, is "m 1".
       cause: places where half values met float32, or were cast to it, if it is not computed in half for that;
-        "autocast" if autocast leaves it in float32; else "".
+        "autocast" if that leaves it in float32, "optax" if it is an optimizer's; else "".
       scales: how operands are scaled, of a product in float8: the name of the recipe; else "".
       stays: why it is not in float8, in a program that has such products; else "".
       precision: the `precision=` that it asks for itself, which keeps it in float32 under autocast; else "".
@@ -265,6 +265,8 @@ class Audit(Report):
                 f", since autocast leaves what asks for precision={p.precision}, as JAX's linear algebra "
                 "does: where you ask for it, leave that out, or wrap the module"
             )
+        if places.keys() == {OPTAX}:
+            return ", in optax, which computes updates in float32"
         if places.keys() == {AUTOCAST}:
             return (
                 ", which autocast leaves: in region('off'), by rules=, full= or ops=, in a custom_vjp "

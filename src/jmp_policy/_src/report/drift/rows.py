@@ -98,7 +98,7 @@ class ErrorBudget:
 
         infinite = {number for number, at in self._measured.items() if np.isinf(at.total)}
         edges = [(s, number) for number in infinite for s in self._nodes[number].sources if s in infinite]
-        if not any(self._nodes[number].operation == "carry" for number in infinite):
+        if not edges or not any(self._nodes[number].operation == "carry" for number in infinite):
             return set()
         ends, size = np.transpose(edges), len(self._nodes)
         graph = sparse.csr_matrix((np.ones(len(edges)), ends), shape=(size, size))
