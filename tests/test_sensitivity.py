@@ -181,7 +181,9 @@ def test_decisions_are_found_in_the_gradient(function, decides):
 def test_the_result_is_a_report():
     assert isinstance(found(), jmpp.report.Sensitivity)
     assert isinstance(found().rows[0], jmpp.report.SensitivityRow)
-    assert "In float16, the whole model changes the gradient most" in found().verdict
+    worst = found().rows[1]
+    assert "In float16, the whole model changes the gradient by" in found().verdict
+    assert f"of its modules {worst.path} changes it most: by {worst.predicted:.2g}." in found().verdict
     assert "(all)" in str(found())
     assert found().to_dict()["rows"][0]["path"] == ""
     with pytest.raises(KeyError, match=r"no row 'middle'; there are '', .*'first'"):

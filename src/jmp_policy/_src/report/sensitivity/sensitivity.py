@@ -84,9 +84,14 @@ class Sensitivity(Report):
         infinite = [p for p in infinite if not any(q != p and is_below(q, p) for q in infinite)]
         if infinite:
             return f"In {self.dtype} values overflow in {joined(infinite) or 'the whole model'}."
-        first = self.rows[0]
-        where = first.path or "the whole model"
-        return f"In {self.dtype}, {where} changes the gradient most: by {first.predicted:.2g} of its norm."
+        first, worst = self.rows[0], next((row for row in self.rows if row.path), None)
+        by = f"by {first.predicted:.2g} of its norm"
+        if first.path or worst is None:
+            return f"In {self.dtype}, {first.path or 'the whole model'} changes the gradient most: {by}."
+        return (
+            f"In {self.dtype}, the whole model changes the gradient {by}, and of its modules {worst.path} "
+            f"changes it most: by {worst.predicted:.2g}."
+        )
 
     def _tables(self) -> Sequence[Table]:
         columns = ("module", "gradient ", "loss ", "overflow ", "underflow ")
