@@ -421,24 +421,33 @@ def test_an_overflow_that_is_made_a_number_again_is_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adds", [False, True])
-def test_an_overflow_in_a_later_trip_of_a_loop_is_named(adds):
+@pytest.mark.parametrize("kind", ["mul", "add", "nested"])
+def test_an_overflow_in_a_later_trip_of_a_loop_is_named(kind):
     """Each trip reads what the one before it gave: no operation has finite operands in all trips."""
+
+    def grown(c, length):
+        return jax.lax.scan(lambda c, _: (c * 4, None), c, None, length=length)[0]
 
     def loss(w, x):
         h = x.astype(HALF) @ w.astype(HALF)
-        if adds:
+        if kind == "add":
             zeros = jnp.zeros_like(h)
             squares, _ = jax.lax.scan(lambda c, _: (c + 64 * h * h, None), zeros, None, length=30)
             h = h * jax.lax.rsqrt(squares.mean(-1, keepdims=True) + 1)
             return jnp.square(h.astype(jnp.float32)).mean()
-        grown, _ = jax.lax.scan(lambda c, _: (c * 16, None), h * h + 1, None, length=3)
-        return jnp.square(1e4 / (1 + grown).astype(jnp.float32)).mean()
+        h = h * h + 1
+        if kind == "nested":
+            h, _ = jax.lax.scan(lambda c, _: (grown(c, 3), None), h, None, length=3)
+        return jnp.square(1e4 / (1 + grown(h, 6)).astype(jnp.float32)).mean()
 
     w, x = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (16, 32))
     found = jmpp.drift(loss, w, x)
     assert 0.01 < found.error < 10
-    assert f"{'add' if adds else 'mul'} in float16, which overflows" in found.verdict
+    name = "add" if kind == "add" else "mul"
+    assert f"{name} in float16, which overflows" in found.verdict
+    if kind == "nested":  # An error that grows in each trip is not lost on its way back.
+        assert found.contributions[0].operation == name
+        assert found.contributions[0].share > 0.5
 
 
 @pytest.mark.slow
