@@ -751,6 +751,21 @@ def test_a_result_that_is_zero_but_for_rounding_does_not_decide_on_a_step():
     jmpp.assert_drift(gradient, variables["params"], X, grad=False, rtol=0.01)
 
 
+def test_a_result_that_is_zero_in_float32_alone_is_wrong_and_not_infinite():
+    labels = jnp.array([1, 1])
+
+    def evaluate(w, x):
+        logits = x @ w
+        return logits, (logits.argmax(-1) != labels).sum(), jax.nn.relu(1.00005 - logits[0, 1])
+
+    x = jnp.zeros((2, 8)).at[0, :2].set(jnp.array([1.0, 1.0001])).at[1, 1].set(1.0)
+    found = jmpp.drift(jmpp.autocast(evaluate, "float16"), jnp.eye(8), x)
+    assert [result.error for result in found.results[1:]] == [1.0, 1.0]
+    assert found.results[1].largest == 1.0
+    assert "not finite" not in found.verdict
+    assert found.error == pytest.approx(0.5**0.5, rel=1e-3)  # Rounding leaves the last of zero.
+
+
 @pytest.mark.slow
 def test_train_steps_show_which_part_of_the_new_state_is_off():
     loss_fn, params = mlp("mixed_float16")

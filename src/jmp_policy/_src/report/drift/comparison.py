@@ -415,9 +415,7 @@ class Comparison:
 
     def _compared(self, twin: Twin) -> Compared:
         error = self._errors.difference(twin.half, twin.exact)
-        half = exact = jnp.zeros((), jnp.float32)
-        if jnp.issubdtype(jnp.result_type(twin.exact), jnp.inexact):
-            half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
+        half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
         return Compared(squares(error), exact, half, jnp.max(jnp.abs(error), initial=0.0))
 
     def _run(self, arrays: Sequence[Any], wanted: Mapping[int, Set[str]]) -> tuple[list[Twin], Any]:

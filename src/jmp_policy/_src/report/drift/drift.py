@@ -202,9 +202,7 @@ def _report(
     else:
         gradient, of_zero = ResultDrift("", *[math.nan] * 4), findings.zero_but_for_rounding(results)
         squares = [0.0 if result in of_zero else result.error**2 for result in results]
-        counted = sum(
-            c.exact > 0 and result not in of_zero for c, result in zip(compared, results, strict=True)
-        )
+        counted = sum((r.norm > 0 or r.error > 0) and r not in of_zero for r in results)
         error = math.sqrt(sum(squares) / max(counted, 1))
     of_loss = [float(is_loss and i == 0) for i in range(len(names))]
     paths = [argument.path for argument in function.arguments]
@@ -358,7 +356,7 @@ def _added(compared: Sequence[Compared]) -> Compared:
 
 def _result(name: str, compared: Compared, scale: float, change: Any = None) -> ResultDrift:
     error, exact, half, largest = compared
-    relative = math.sqrt(error / exact) if exact else (math.inf if error else 0.0)
+    relative = math.sqrt(error / exact) if exact else (1.0 if 0 < error < math.inf else error)
     cosine = float(compared.cosine) if exact and half and math.isfinite(error) else math.nan
     of_change = math.sqrt(error / change) if change and math.isfinite(error) else math.nan
     return ResultDrift(name, relative, largest / scale, math.sqrt(exact) / scale, cosine, of_change)

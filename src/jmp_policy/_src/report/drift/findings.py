@@ -123,8 +123,8 @@ class DriftRow(Placed):
 
 
 #: A gradient of a smaller share of the whole one's norm is what rounding in float32 leaves of zero; another
-#: result is if it is so far off besides.
-_ROUNDING, _FAR_OFF = 2.0**-20, 100.0
+#: result is if it is so far off besides. What is zero in float32 may be as large as the last number in half.
+_ROUNDING, _FAR_OFF, _ROUNDING_OF_HALF = 2.0**-20, 100.0, 2.0**-10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class ResultDrift:
 
     Args:
       name: "the loss", the path of a parameter, or that of a result.
-      error: relative L2 error.
+      error: relative L2 error; 1 for what is zero in float32 alone.
       largest: largest absolute error of one element.
       norm: L2 norm in float32.
       cosine: of the angle between both runs; nan for zeros, and for errors that are not finite.
@@ -392,8 +392,14 @@ def zero_but_for_rounding(results: Sequence[ResultDrift]) -> list[ResultDrift]:
     norms = {r.name: r.norm for r in results if math.isfinite(r.norm)}
     # The parts of a state have units of their own: a small one may be right.
     enough = 0.0 if norms.pop("the loss", None) is not None else _FAR_OFF
-    least = _ROUNDING * math.hypot(*norms.values())
-    return [r for r in results if r.norm < least and enough < r.error < math.inf]
+    whole = math.hypot(*norms.values())
+
+    def says_nothing(result: ResultDrift) -> bool:
+        if not result.norm:
+            return 0 < result.largest < _ROUNDING_OF_HALF * whole
+        return result.norm < _ROUNDING * whole and enough < result.error < math.inf
+
+    return list(filter(says_nothing, results))
 
 
 def exceeding_text(found: Drift, rtol: float) -> str:
