@@ -1644,3 +1644,24 @@ def test_backward_products_under_autocast_have_the_path_of_their_module_once():
 
     found = jmpp.audit(jmpp.autocast(loss, "fp16"), params, x, grad=True)
     assert {p.path for p in found.products} == {"Net/inject", "Net/head"}
+
+
+def test_a_sum_over_rows_that_were_read_names_what_mends_it():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, sources, ids):
+            hidden = nn.Dense(16)(x)
+            return (hidden[sources] + nn.Embed(64, 16)(ids)).sum()
+
+    x, sources, ids = jnp.ones((65, 16)), jnp.zeros(500, jnp.int32), jnp.zeros(500, jnp.int32)
+    params = Net().init(jax.random.key(0), x, sources, ids)
+    of_activations = "a cast to float32 before it is read makes it a float32 sum"
+    of_weights = "g=f32 in the policy makes it a float32 sum"
+    for policy, repairs in (
+        ("mixed_float16", {of_activations, of_weights}),
+        ("p=f32,c=f16,o=f32,g=f32", {of_activations}),
+    ):
+        model = jmpp.wrap(Net(), policy)
+        found = jmpp.audit(lambda p, m=model: m.apply(p, x, sources, ids), params, grad=True)
+        sums = [h for h in found.half_operations if h.operation == "scatter-add"]
+        assert {h.why.partition(": ")[2] for h in sums} == repairs

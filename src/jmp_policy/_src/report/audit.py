@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,7 +23,7 @@ from jmp_policy._src.report.audit_findings import (
     RepeatedCast,
     Upcast,
 )
-from jmp_policy._src.report.function import Function, as_function, replaced
+from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lost_constants import (
     LostConstant,
     lost_constants_of,
@@ -59,7 +58,7 @@ def audit(fn: Callable[..., Any], *args: Any, grad: bool = False, **kwargs: Any)
     """
     function = as_function(fn, args, kwargs, "audit")
     if grad:
-        function = _with_gradients(function)
+        function = function.with_gradients()
     with without_overflow_warnings():
         jaxpr = function.jaxpr()
     constants = lost_constants_of(jaxpr, function.call, function.arrays).found()
@@ -83,7 +82,7 @@ def audit_of(
     walk = _AuditWalk(jaxpr)
     operations, products = walk.operations, walk.products()
     names = [operation.eqn.primitive.name for operation in operations]
-    sums, integers = half_sums(walk.seen), rounded_integers(operations, arguments)
+    sums, integers = half_sums(walk), rounded_integers(operations, arguments)
     return Audit(
         function=function,
         products=tuple(products),
@@ -95,26 +94,6 @@ def audit_of(
         uncounted=any(o.eqn.primitive.name in _PRODUCTS and not o.site.counted for o in operations),
         constants=constants,
     )
-
-
-def _with_gradients(function: Function) -> Function:
-    trained = function.trained()
-
-    def value_and_gradients(arrays: Sequence[Any]) -> Any:
-        def loss(params: Sequence[Any]) -> Any:
-            out = function.call(replaced(arrays, trained, params))
-            result = out[0] if function.has_state else out
-            value = result[0] if isinstance(result, tuple) else result
-            if getattr(value, "shape", None) != ():
-                raise TypeError(
-                    f"audit(..., grad=True) needs a loss, a function that returns a scalar (or a pair of "
-                    f"scalar and anything); {function.name} returns {jax.tree.map(jnp.shape, result)}."
-                )
-            return value, out
-
-        return jax.value_and_grad(loss, has_aux=True)([arrays[i] for i in trained])
-
-    return function._replace(call=value_and_gradients, has_state=False)
 
 
 class _AuditWalk(Walk):
@@ -360,15 +339,18 @@ def half_operations(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
 #: to this: 128 terms in float16, 16 in bfloat16.
 _FEW = 1 / 8
 
+#: What makes the gradient of an array, of which several rows are read in one place, a float32 sum.
+_WEIGHT, _ACTIVATION = "g=f32 in the policy", "a cast to float32 before it is read"
 
-def half_sums(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
+
+def half_sums(walk: Walk) -> Iterator[HalfOperation]:
     """Finds sums in half precision that add one term after another: scatter-adds, and the carries of loops.
 
     XLA adds the terms of a `reduce_sum` or `cumsum` in parts, and then the parts: of 8192 equal float16 terms
     it loses 0.3 %. A scatter-add and a loop add one by one, and the sum stops growing once a term is less
     than half of its last digit: of those terms, two thirds are lost. (Both measured on a CPU.)
     """
-    distinct = dict[int, int]()
+    distinct, gathered = dict[int, int](), defaultdict[Any, set[str]](set)
 
     def distinct_of(info: ValueInfo) -> int:
         """How many different numbers are known to be among the elements of a value."""
@@ -377,8 +359,12 @@ def half_sums(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
             return len(np.unique(np.asarray(constant))) if jnp.issubdtype(constant.dtype, jnp.integer) else 1
         return distinct.get(info.key, 1)
 
-    for operation in operations:
+    for operation in walk.seen:
         (eqn, site, operands, results), name = operation, operation.eqn.primitive.name
+        if name == "gather" and not site.backward:
+            gathered[ir.shape_of(eqn.invars[0])].add(
+                _WEIGHT if walk.is_argument(operands[0]) else _ACTIVATION
+            )
         sums = list[tuple[Any, int, str]]()
         if operation.is_loop:
             sums = [(dtype, trips, "a float32 carry") for dtype, trips in _summed_carries(eqn)]
@@ -396,7 +382,10 @@ def half_sums(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
         for dtype, terms, repair in sums:
             if not 0 < terms * float(jnp.finfo(dtype).eps) <= _FEW:
                 if site.backward:
-                    repair = "g=f32 in the policy (for an activation: a cast to float32 before it is read)"
+                    known = gathered.get(ir.shape_of(eqn.outvars[0]), ()) if name in _SCATTERS else ()
+                    repair = (
+                        "".join(known) if len(known) == 1 else f"{_WEIGHT} (for an activation: {_ACTIVATION})"
+                    )
                 count = f"up to {terms} terms" if terms else "an unknown number of terms"
                 why = f"adds {count} one after another: {repair} makes it a float32 sum"
                 yield _half_operation(name, site, dtype, why, terms)

@@ -116,6 +116,26 @@ class Function(NamedTuple):
 
         return program, ["the loss", "the scaled loss", *(self.arguments[i].path for i in trained)]
 
+    def with_gradients(self) -> "Function":
+        """The function, a loss or one to a loss and anything, to its value, its gradients and its results."""
+        trained = self.trained()
+
+        def value_and_gradients(arrays: Sequence[Any]) -> Any:
+            def loss(params: Sequence[Any]) -> Any:
+                out = self.call(replaced(arrays, trained, params))
+                result = out[0] if self.has_state else out
+                value = result[0] if isinstance(result, tuple) else result
+                if getattr(value, "shape", None) != ():
+                    raise TypeError(
+                        f"audit(..., grad=True) needs a loss, a function that returns a scalar (or a pair of "
+                        f"scalar and anything); {self.name} returns {jax.tree.map(jnp.shape, result)}."
+                    )
+                return value, out
+
+            return jax.value_and_grad(loss, has_aux=True)([arrays[i] for i in trained])
+
+        return self._replace(call=value_and_gradients, has_state=False)
+
     def named_results(self) -> tuple[Callable[..., Any], list[str]]:
         """A function to the arrays among all results, and a list that holds their names once it ran."""
         names: list[str] = []
