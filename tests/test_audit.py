@@ -1516,6 +1516,38 @@ def test_products_of_an_optimizer_are_the_optimizers():
     assert "in optax, which computes updates in float32" in found.verdict
 
 
+def test_products_that_an_optimizer_calls_are_the_models():
+    model, x = nn.Dense(16), jnp.ones((8, 16))
+    params = model.init(jax.random.key(0), x)
+    tx = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True)
+    gradient = jax.grad(lambda params: model.apply(params, x).sum())
+
+    def step(params, state):
+        return tx.update(gradient(params), state, params, grad_fn=lambda params, _: gradient(params))
+
+    found = jmpp.audit(step, params, tx.init(params))
+    assert {p.cause for p in found.wide_products} == {""}
+    assert "whose operands were never half: wrap the module" in found.verdict
+
+
+def test_half_types_that_do_not_meet_are_not_said_to():
+    def function(x, w):
+        one = (x.astype(jnp.float16) * w) @ w
+        return one + (x.astype(jnp.bfloat16) * jnp.sin(w)) @ w
+
+    verdict = jmpp.audit(function, jnp.ones((16, 16)), jnp.ones((16, 16))).verdict
+    assert "as half values met float32 in test_audit.py" in verdict
+    assert "cast to half there" in verdict
+
+
+def test_a_precision_that_is_asked_for_without_autocast_is_no_cause():
+    found = jmpp.audit(
+        lambda x, w: jnp.dot(x, w, precision="highest"), jnp.ones((16, 16)), jnp.ones((16, 16))
+    )
+    assert "autocast leaves" not in found.verdict
+    assert "wrap the module" in found.verdict
+
+
 def test_two_half_types_that_meet_are_both_named():
     def function(x, w):
         h = x.astype(jnp.float16) @ w.astype(jnp.float16)

@@ -421,6 +421,28 @@ def test_an_overflow_that_is_made_a_number_again_is_named():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("detail", ["module", "operation"])
+@pytest.mark.parametrize("kind", ["where", "minimum"])
+def test_an_overflow_in_what_is_not_taken_is_no_cause(kind, detail):
+    """A softplus that is its operand where that is large; a clipped ratio, as of PPO."""
+
+    def taken(x):
+        if kind == "where":
+            return jnp.where(x > 10, x, jnp.log1p(jnp.exp(x)))
+        return jnp.minimum(jnp.exp(x), jnp.clip(jnp.exp(x), 0.8, 1.2))
+
+    def function(w, x):
+        h = taken(x.astype(HALF) @ w.astype(HALF) * 2) + 500 - 500
+        return h @ w.astype(HALF)
+
+    w, x = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (16, 32))
+    found = jmpp.drift(function, w, x, detail=detail)
+    assert not any("overflows" in row.note for row in found.contributions)
+    assert "add in float16" in found.verdict
+    assert found.is_normal
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mul", "add", "nested"])
 def test_an_overflow_in_a_later_trip_of_a_loop_is_named(kind):
     """Each trip reads what the one before it gave: no operation has finite operands in all trips."""

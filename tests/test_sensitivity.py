@@ -556,21 +556,25 @@ def test_a_value_that_a_loop_reads_and_what_is_after_it_too():
 
 
 class Attends(nn.Module):
-    """Attention with a mask of its own."""
+    """Attention with a mask of its own, and a softmax of as many rows in another shape."""
+
+    shape: tuple[int, ...]
 
     @nn.compact
     def __call__(self, x, mask):
         h = nn.Dense(16)(x)
-        return nn.softmax(jnp.where(mask, h @ h.T, -1e9)) @ h
+        scores = jnp.where(mask, h @ h.T, -1e9).reshape(*self.shape, len(h))
+        return nn.softmax(scores).reshape(mask.shape) @ h
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
 @pytest.mark.parametrize("rows", [False, True])
-def test_a_mask_that_leaves_a_row_without_numbers_overflows(rows):
+def test_a_mask_that_leaves_a_row_without_numbers_overflows(rows, shape):
     x = jax.random.normal(jax.random.key(0), (6, 16))
     real = jnp.arange(6) < 4
     mask = real[:, None] & real if rows else jnp.broadcast_to(real, (6, 6))
-    params = Attends().init(jax.random.key(1), x, mask)
+    params = Attends(shape).init(jax.random.key(1), x, mask)
 
     def loss_of(model):
         def loss_fn(params):
@@ -579,9 +583,9 @@ def test_a_mask_that_leaves_a_row_without_numbers_overflows(rows):
 
         return loss_fn
 
-    half = jax.grad(loss_of(jmpp.wrap(Attends(), "mixed_float16")))(params)
+    half = jax.grad(loss_of(jmpp.wrap(Attends(shape), "mixed_float16")))(params)
     assert bool(jmpp.all_finite(half)) == (not rows)
-    found = jmpp.sensitivity(loss_of(Attends()), params, dtype="float16", probes=1)
+    found = jmpp.sensitivity(loss_of(Attends(shape)), params, dtype="float16", probes=1)
     assert (found.rows[0].overflow > 0) == rows
 
 

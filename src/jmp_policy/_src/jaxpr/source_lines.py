@@ -54,10 +54,10 @@ def is_of_activations(eqn: Any) -> bool:
     return any(frame.file_name in files_of(jax.nn.relu) for frame in compat.frames(eqn))
 
 
-def is_called_by(eqn: Any, package: str) -> bool:
-    """Whether a function of a package ("optax") traced an operation."""
-    directory = directory_of(package)
-    return bool(directory) and any(f.file_name.startswith(directory) for f in compat.frames(eqn))
+def is_written_in(eqn: Any, package: str) -> bool:
+    """Whether an operation stands in a package ("optax"), and not in a function that it was given."""
+    directory, found = directory_of(package), callers(eqn)
+    return bool(directory and found) and found[0][0].startswith(directory)
 
 
 def is_of_autocast(eqn: Any) -> bool:

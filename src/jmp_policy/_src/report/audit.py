@@ -113,7 +113,7 @@ class _AuditWalk(Walk):
         #: Numbers, and arguments such as a bias, that autocast casts to half where nothing else is float32;
         #: and other shapes of arguments, which are such where they are smaller than what they meet.
         self._not_promoting, self._reshaped, self._constants = set[int](), set[int](), set[int]()
-        self._ids: dict[int, tuple[int, Any]] = {}  # With the equations: else an identity may come again.
+        self._ids: dict[Any, int] = {}
         self._upcasts: dict[int, Upcast] = {}
         self._written: dict[int, str] = {}
         self._products: list[tuple[Product, frozenset[int]]] = []
@@ -142,7 +142,7 @@ class _AuditWalk(Walk):
         return results
 
     def _id(self, eqn: Any) -> int:
-        return self._ids.setdefault(id(eqn), (len(self._ids), eqn))[0]
+        return self._ids.setdefault(eqn, len(self._ids))
 
     def see(self, operation: Operation) -> None:
         super().see(operation)
@@ -186,7 +186,7 @@ class _AuditWalk(Walk):
             causes = frozenset([self._id(eqn)])
         is_half_product = all(map(is_half, map(ir.dtype_of, eqn.invars[:2])))
         cause = ""
-        if not is_half_product and source_lines.is_called_by(eqn, "optax"):
+        if not is_half_product and source_lines.is_written_in(eqn, "optax"):
             cause = OPTAX
         elif not is_half_product and (self._is_inside_autocast or source_lines.is_of_autocast(eqn)):
             cause = AUTOCAST  # It lowers products whatever their operands are, or leaves them.
@@ -253,7 +253,7 @@ class _AuditWalk(Walk):
         """The upcasts that meet a loop's float32 carry: a sum in float32, as it should be."""
         upcasts, of_carries, found = dict[int, int](), set[int](), set[int]()
         for eqn, _, operands, results in self.operations:
-            if id(eqn) in self._ids:
+            if eqn in self._ids:
                 upcasts[results[0].key] = self._id(eqn)
             pairs = zip(eqn.invars, operands, strict=True)
             if any((v.is_carry or v.key in of_carries) and ir.is_float32(atom) for atom, v in pairs):

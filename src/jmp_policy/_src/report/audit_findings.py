@@ -260,7 +260,7 @@ class Audit(Report):
         p, places = products[0], dict.fromkeys(place for c in causes for place in c.split("; ") if place)
         if jnp.issubdtype(_widest(p), jnp.complexfloating):
             return ", and no complex dtype is half"
-        if places.keys() <= {AUTOCAST} and p.precision:
+        if places.keys() == {AUTOCAST} and p.precision:
             return (
                 f", since autocast leaves what asks for precision={p.precision}, as JAX's linear algebra "
                 "does: where you ask for it, leave that out, or wrap the module"
@@ -283,10 +283,12 @@ class Audit(Report):
                 ", whose operands were never half: wrap the module, or autocast the function (a custom_vjp "
                 "in it with lower={'custom_vjp_call'})"
             )
-        if narrow := sorted({upcast.narrow for upcast in self.upcasts if upcast.place in places}):
-            met = f"half values met {_widest(p)}" if len(narrow) == 1 else " met ".join(narrow)
-            to = "half" if len(narrow) == 1 else "one of them"
-            return f", as {met} in {joined_places(places)}: cast to {to} there"
+        narrow = {place: {u.narrow for u in self.upcasts if u.place == place} for place in places}
+        if any(narrow.values()):
+            where = joined_places(places)
+            if all(len(types) > 1 for types in narrow.values()):
+                return f", as bfloat16 met float16 in {where}: cast to one of them there"
+            return f", as half values met {_widest(p)} in {where}: cast to half there"
         is_there = places.keys() == {p.place for p in products}
         return f", cast to {_widest(p)} {'there' if is_there else f'in {joined_places(places)}'}"
 

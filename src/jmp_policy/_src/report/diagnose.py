@@ -15,7 +15,7 @@ from jmp_policy._src.jaxpr import calls, control_flow
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.float32_replay import replay_equation
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.source_lines import is_called_by
+from jmp_policy._src.jaxpr.source_lines import is_written_in
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.report import lost_operands, progress
 from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
@@ -259,7 +259,7 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         has_infinite_constant=infinite is not None,
         **_array(replay, place),
     )
-    scaled, in_optimizer = step.site.backward, is_called_by(step.eqn, "optax")
+    scaled, in_optimizer = step.site.backward, is_written_in(step.eqn, "optax")
     # A smaller loss scale is tried by the next step of training.
     is_for_policy = kind != "not finite" and not in_optimizer and not (scaled and found.loss_scale > 1)
     mended = None

@@ -16,7 +16,7 @@ from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import HAVING, PYTHON_OPERATORS, Trait
-from jmp_policy._src.jaxpr.source_lines import callers, is_called_by, is_of_activations, written_constants
+from jmp_policy._src.jaxpr.source_lines import callers, is_of_activations, is_written_in, written_constants
 from jmp_policy._src.jaxpr.walk import Operation, PlacedOperation, Site, ValueInfo, Walk
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import TRIAL
@@ -272,7 +272,7 @@ class LostConstants:
         """The number that an operation reads in float32, with its text."""
         # JAX's own constants are no user's; what an optimizer loses shows in what it returns.
         is_jaxs = eqn.primitive.name == "max" and is_of_activations(eqn)
-        if is_jaxs or is_called_by(eqn, "optax"):
+        if is_jaxs or is_written_in(eqn, "optax"):
             return []
         wide = self._in_float32()
         number = wide.read.get((id(eqn), place), np.nan)

@@ -207,7 +207,8 @@ class TwinEvaluation(Interpreter):
         joins = operands if before and len(sources) > 1 else ()
         adds = eqn.primitive.name in _ADDS
         node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note, joins, argument)
-        number = self.recorder.add(node, made.half, made.wide, made.exact, made.lost, twins)
+        operation = eqn.primitive.name
+        number = self.recorder.add(node, made.half, made.wide, made.exact, made.lost, operation, twins)
         return made._replace(node=number)
 
 

@@ -14,8 +14,11 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_floating
 from jmp_policy._src.jaxpr.float32_replay import to_float32
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site
 from jmp_policy._src.report.pieces import totals
+
+_BOUNDED = HAVING[Trait.BOUNDED]
 
 #: Squares of gradients leave float32's range below 1e-19: cotangents are multiplied by this first.
 _BACKWARD_UNIT = 2.0**32
@@ -159,7 +162,14 @@ class Recorder:
         self.wanted, self._errors = wanted, errors
 
     def add(
-        self, node: Node, half: Any, wide: Any, exact: Any, lost: Any = None, operands: Sequence[Any] = ()
+        self,
+        node: Node,
+        half: Any,
+        wide: Any,
+        exact: Any,
+        lost: Any = None,
+        operation: str = "",
+        operands: Sequence[Any] = (),
     ) -> int:
         """Adds a node, measures it if that is wanted, and returns its number.
 
@@ -169,7 +179,8 @@ class Recorder:
           wide: what the operation gives in float32 for the operands that the program has there.
           exact: its value in the float32 run.
           lost: what rounding operands to float8 lost; None without float8.
-          operands: twins that it was computed from, element by element where they have its shape.
+          operation: the primitive that gave it, which need not be the one that the node is called by.
+          operands: the twins that this read, element by element where they have the value's shape.
         """
         self.nodes.append(node)
         number = len(self.nodes) - 1
@@ -190,9 +201,15 @@ class Recorder:
             terms["exact"] = self._errors.finite(exact, unit)
         if "vanished" in fields and is_floating(node.dtype):
             vanished = (half == 0) & (jnp.abs(exact) > VANISHED)
-            for twin in operands:
-                if twin.node is not None and jnp.shape(twin.half) == jnp.shape(half):
-                    vanished |= jnp.isinf(_numbers(twin.half)) & jnp.isfinite(_numbers(twin.exact))
+            for i, twin in enumerate(operands):
+                if twin.node is None or jnp.shape(twin.half) != jnp.shape(half):
+                    continue
+                infinite = jnp.isinf(_numbers(twin.half)) & jnp.isfinite(_numbers(twin.exact))
+                if operation == "select_n":
+                    infinite &= operands[0].exact == i - 1  # What float32 does not take does not matter.
+                elif operation in _BOUNDED:
+                    infinite &= _numbers(twin.exact) == _numbers(exact)
+                vanished |= infinite
             terms["vanished"] = self._errors.finite(jnp.where(vanished, error, 0))
         names = [*terms, "largest"] if "largest" in fields else list(terms)
         sums = totals(list(map(_square, terms.values())), jnp.abs(error) if "largest" in fields else None)

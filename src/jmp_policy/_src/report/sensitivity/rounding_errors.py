@@ -26,7 +26,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +35,9 @@ import numpy as np
 from jmp_policy._src.core.narrowing import narrowed
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.pieces import compiled_quickly, totals
-from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
+from jmp_policy._src.report.sensitivity.tapped_program import Rows, Sink, Which
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
 from jmp_policy._src.report.tapping import varying_like
-
-#: Axes along which maxima are taken of arrays of a shape.
-Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @functools.partial(jax.jit, static_argnums=1)

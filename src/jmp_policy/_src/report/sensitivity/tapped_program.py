@@ -11,9 +11,10 @@ code made the value:
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
@@ -30,6 +31,10 @@ from jmp_policy._src.jaxpr.walk import size
 _BROADCASTING = HAVING[Trait.BROADCASTS]
 
 _EXACT, _EXACT_TRANSPOSE = HAVING[Trait.EXACT], HAVING[Trait.EXACT_TRANSPOSE]
+
+
+#: Axes along which maxima are taken of arrays of a shape.
+Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Which(NamedTuple):
@@ -169,7 +174,7 @@ class TappedProgram(Interpreter):
     ):
         self._group_of, self._sinks, self._dtype, self._written = group_of, sinks, dtype, written
         self._readers: Mapping[Any, Sequence[Any]] = {}
-        self._maxima: Mapping[Any, Iterable[Any]] = {}
+        self._maxima: Mapping[Any, Rows] = {}
         self.groups: dict[str, None] = {}
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -258,13 +263,12 @@ class TappedProgram(Interpreter):
         forward = not is_half(ir.dtype_of(eqn.invars[0])) if is_cast else eqn.primitive.name not in _EXACT
         own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
         backward = len(own) > 1 or any(reader.primitive.name not in _EXACT_TRANSPOSE for reader in own)
-        made, counted = Tapped(array, group), Tapped(array, group)
+        made = counted = Tapped(array, group)
         if eqn.primitive.name == "select_n" and self._is_asked(group) and (rows := self._rows(array)):
             # For a reader in another module it is rounded all the same.
+            counted = Tapped(array, group)
             counted.rounded, forward = self._sinks[Sink(group, False)].chosen(array, self._dtype, rows), True
-            made.array = self._tapped(counted, array, group, forward, backward)
-        else:
-            made.array = self._tapped(made, array, group, forward, backward)
+        made.array = self._tapped(counted, array, group, forward, backward)
         return made
 
     def _operand(self, value: Tapped, eqn: Any, place: int, group: str | None) -> Any:
@@ -305,9 +309,13 @@ class TappedProgram(Interpreter):
         which = Which(value, cotangent, self._dtype)
         return tap(which, array, of.rounded if value else None, sink.beside(array))
 
-    def _rows(self, array: Any) -> tuple[tuple[int, ...], ...]:
-        """The axes along which the program takes maxima of arrays of this shape, as a softmax does."""
-        return tuple(self._maxima.get(array.shape, ()))
+    def _rows(self, array: Any) -> Rows:
+        """The axes along which the program takes maxima of arrays of this shape, as a softmax does.
+
+        Of no array of this shape, but of others: the last, for it may be reshaped or sliced before.
+        """
+        last = ((array.ndim - 1,),) if self._maxima and array.ndim and array.shape[-1] > 1 else ()
+        return self._maxima.get(array.shape, last)
 
     def _is_asked(self, group: str | None) -> TypeGuard[str]:
         if group is not None:
@@ -333,13 +341,13 @@ class TappedProgram(Interpreter):
         return self.bind(eqn, *full)
 
 
-def _maxima(jaxpr: Any) -> dict[tuple[int, ...], dict[tuple[int, ...], None]]:
+def _maxima(jaxpr: Any) -> dict[tuple[int, ...], Rows]:
     """By shape the axes along which a program takes maxima."""
-    found: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
+    found = defaultdict[tuple[int, ...], set[tuple[int, ...]]](set)
     for eqn in ir.equations(jaxpr):
         if eqn.primitive.name == "reduce_max":
-            found.setdefault(ir.shape_of(eqn.invars[0]), {})[tuple(eqn.params["axes"])] = None
-    return found
+            found[ir.shape_of(eqn.invars[0])].add(tuple(eqn.params["axes"]))
+    return {shape: tuple(sorted(axes)) for shape, axes in found.items()}
 
 
 def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, list[Any]]:
