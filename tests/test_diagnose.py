@@ -1699,3 +1699,11 @@ def test_a_function_of_what_rounding_made_negative_is_no_overflow():
     assert (found.kind, found.operation) == ("rounding", "sqrt")
     assert "sqrt is not defined for one of the numbers it was given" in found.verdict
     assert found.advice.startswith("Rounding gave sqrt a number for which it is not defined. Compute")
+
+
+def test_a_sum_that_overflows_itself_is_not_called_one_of_partial_sums():
+    def total(x):
+        return jnp.cumsum(x.astype(jnp.float16)).astype(jnp.float32).sum()
+
+    verdict = jmpp.diagnose(total, jnp.full(16, 1e4)).verdict
+    assert "an overflow: in float32 it is finite, at most 1.6e+05" in verdict

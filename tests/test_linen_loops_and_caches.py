@@ -128,6 +128,29 @@ def test_a_branch_that_returns_its_input_takes_it_in_half(given):
     assert helped.apply(variables, X).dtype == jnp.float32
 
 
+class Caches(nn.Module):
+    """A layer that takes a cache and returns it."""
+
+    @nn.compact
+    def __call__(self, x, cache):
+        cache = lax.dynamic_update_slice(cache, nn.Dense(8)(x), (0, 0))
+        return cache.sum(), cache
+
+
+def test_a_cache_that_came_back_in_float32_says_what_keeps_it_half():
+    cache = jnp.zeros((9, 8), jnp.float16)
+    variables = Caches().init(jax.random.key(0), X, jnp.zeros((9, 8)))
+    model = jmpp.wrap(Caches(), "mixed_float16")
+    _, returned = model.apply(variables, X, cache)
+    assert returned.dtype == jnp.float32
+    with pytest.raises(TypeError, match="a cache that the model has returned: output=float16 keeps it half"):
+        model.apply(variables, X, returned)
+    model = jmpp.wrap(Caches(), "params=float32,compute=float16,output=float16")
+    for _ in range(2):
+        _, cache = model.apply(variables, X, cache)
+    assert cache.dtype == jnp.float16
+
+
 class Rotary(nn.Module):
     """Attention whose queries and keys a rotary embedding makes float32."""
 

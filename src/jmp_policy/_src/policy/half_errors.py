@@ -30,28 +30,28 @@ def explain(error: Exception, module: str, pattern: str, precision: ModulePrecis
     is_ours = names_half and not precision.island and is_half(dtype) and _MARK not in text
     if type(error) not in KINDS or not is_ours:
         return
-    half, param = precision.compute_dtype.name, precision.policy.param_dtype.name
+    half, param = dtype.name, precision.policy.param_dtype.name
+    # A result in half would not agree with the float32 carry or branch around the module.
+    output = half if any(words in text for words in _OF_OPERATIONS) else "float32"
+    rule = f'PolicyMap(..., {{{pattern}: "params={param},compute=float32,output={output}"}})'
     if text.startswith(("query dtype", "key dtype", "value dtype")):
         advice = (
             "Attention takes queries, keys and values of one dtype, and some of them have met float32 "
             f"numbers, a rotary embedding, say: cast them back before it (q.astype(jnp.{half}))."
         )
-    elif any(words in text for words in _OF_OPERATIONS):
-        rule = f"params={param},compute=float32,output={half}"
+    elif output == half:
         advice = (
             "Fourier transforms, linear algebra and complex numbers know no half precision: cast what the "
             "operation takes (x.astype(jnp.float32)), or let the module compute in float32 by a rule: "
-            f'PolicyMap(..., {{{pattern}: "{rule}"}}).'
+            f"{rule}."
         )
     else:
-        # A result in half would not agree with the float32 carry or branch around the module.
-        rule = f"params={param},compute=float32,output=float32"
         advice = (
             "An array that the module makes itself (an initial carry, a buffer, a branch's result) or gets "
-            "is float32 where it meets half values. Make arrays in the dtype of what they meet "
-            "(jnp.zeros(shape, x.dtype)), give a branch that returns its input that in half "
-            f"(x.astype(jnp.{half})), and a loop the argument that it reads, or let the module compute in "
-            f'float32 by a rule: PolicyMap(..., {{{pattern}: "{rule}"}}).'
+            f"(a cache that the model has returned: output={half} keeps it half) is float32 where it meets "
+            "half values. Make arrays in the dtype of what they meet (jnp.zeros(shape, x.dtype)), give a "
+            f"branch that returns its input that in half (x.astype(jnp.{half})), and a loop the argument "
+            f"that it reads, or let the module compute in float32 by a rule: {rule}."
         )
     error.args = (f"{text}\n\n{module} computes in {half} {_MARK}. {advice}",)
 

@@ -153,7 +153,9 @@ class Diagnosis(Report, Placed):
                 f"float32 it is finite, at most {self.largest_in_float32:.4g}"
             )
         if self.kind == "overflow":
-            fits = self.operation in _ACCUMULATES and self.largest_in_float32 <= jnp.finfo(self.dtype).max
+            fits = self.operation in _ACCUMULATES and self.largest_in_float32 <= float(
+                jnp.finfo(self.dtype).max
+            )
             what = "an overflow of its partial sums" if fits else "an overflow"
             return f"{what}: in float32 it is finite, at most {self.largest_in_float32:.4g}"
         if self.zero is not None:

@@ -98,15 +98,14 @@ class ErrorBudget:
 
         infinite = {number for number, at in self._measured.items() if np.isinf(at.total)}
         edges = [(s, number) for number in infinite for s in self._nodes[number].sources if s in infinite]
-        if not edges or not any(self._nodes[number].operation == "carry" for number in infinite):
+        if not edges:
             return set()
         ends, size = np.transpose(edges), len(self._nodes)
         graph = sparse.csr_matrix((np.ones(len(edges)), ends), shape=(size, size))
         _, loop_of = sparse.csgraph.connected_components(graph, connection="strong")
         entered = {loop_of[number] for source, number in edges if loop_of[source] != loop_of[number]}
         inside = {number for source, number in edges if loop_of[source] == loop_of[number]}
-        begins = {number for number in inside if np.isinf(self._at(number).introduced)}
-        return {number for number in begins if loop_of[number] not in entered}
+        return {n for n in inside if np.isinf(self._at(n).introduced) and loop_of[n] not in entered}
 
     def _vanished_part(self, number: int) -> float:
         """Which part of a node's error is of elements that are 0 in the half run only."""
@@ -134,11 +133,10 @@ class ErrorBudget:
         found = self._solve(start, self._edges, backward=True) * self._introduced
         if found.sum() < start.sum() / 2:
             # Of an error that grows fast in a loop, next to nothing is there in the first trips.
-            carries = [self._nodes[number].operation == "carry" for number, *_ in self._edges]
             parts = Counter(number for number, *_ in self._edges)
             edges = [
-                (number, source, 1 / parts[number] if is_carry else part)
-                for (number, source, part), is_carry in zip(self._edges, carries, strict=True)
+                (number, source, 1 / parts[number] if self._nodes[number].operation == "carry" else part)
+                for number, source, part in self._edges
             ]
             found = self._solve(start, edges, backward=True) * self._introduced
         return found
