@@ -1513,7 +1513,7 @@ def test_products_of_an_optimizer_are_the_optimizers():
 
     found = jmpp.audit(step, params, tx.init(params), x)
     assert {p.cause for p in found.wide_products} == {"optax"}
-    assert "in optax, which computes updates in float32" in found.verdict
+    assert "in optax, which computes in float32" in found.verdict
 
 
 def test_products_that_an_optimizer_calls_are_the_models():

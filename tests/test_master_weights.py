@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jmp_policy as jmpp
-from jmp_policy._src.half_params.rounding import AWAY_FROM_ZERO, TOWARDS_ZERO, rounded
+from jmp_policy._src.core.narrowing import AWAY_FROM_ZERO, TOWARDS_ZERO, rounded
 
 HALF = [jnp.float16, jnp.bfloat16]
 NUMPY = {jnp.float16: np.float16, jnp.bfloat16: ml_dtypes.bfloat16}

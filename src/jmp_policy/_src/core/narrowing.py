@@ -1,8 +1,8 @@
-"""Rounds arrays to the values of a narrower dtype, such that the compiler does not undo it.
+"""Rounds arrays to the values of a narrower dtype, to nearest or at random; no compiler undoes it.
 
-It may drop a cast to float16 and back (XLA's "excess precision"), and then nothing is rounded. It has to do
-arithmetic, and it does not look through a barrier. `lax.reduce_precision` alone would flush the subnormal
-numbers of float16 to zero. `round_once` rounds a product with a number of double precision.
+XLA may drop a cast to float16 and back ("excess precision"), and then nothing is rounded. It has to do
+integer operations on bits, and it does not look through a barrier. `lax.reduce_precision` would flush the
+subnormal numbers of float16 to zero. `round_once` rounds a product with a number of double precision.
 """
 
 from typing import Any
@@ -12,34 +12,71 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_FLOAT32_EXPONENT_BITS = 8
+_SIGN = np.uint32(0x8000_0000)
+_INFINITY = np.uint32(0x7F80_0000)
+
+#: Random bits with which `rounded` goes towards zero, and away from it.
+TOWARDS_ZERO, AWAY_FROM_ZERO = np.uint32(0), np.uint32(0xFFFF_FFFF)
 
 
-def rounded(x: Any, dtype: Any) -> Any:
-    """Rounds a float32 array to the nearest values of a half or float8 dtype.
+def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
+    """Rounds float32 numbers to the values of a half or float8 dtype, and returns them as float32.
 
     Args:
-      x: float32 array of any shape.
-      dtype: dtype of 16 bits or fewer.
+      x: float32 array.
+      dtype: of 16 bits or fewer.
+      bits: uint32 of the shape of `x`, uniformly random: each number then goes to one of its two neighbours,
+        with the probability that makes the expectation the number itself. None rounds to nearest, ties
+        to even.
 
     Returns:
-      A float32 array, equal to `x.astype(dtype).astype(float32)`: ties go to even, what is too large becomes
-      infinite, or NaN in formats without infinity.
+      float32 array. Numbers of the dtype, infinities (or NaN) included, are unchanged. Beyond the largest
+      finite number it is always rounded to nearest: none becomes infinite by chance. The subnormal numbers
+      of float32 count as 0 for the other two.
 
     Example:
-      >>> [float(rounded(jnp.float32(value), "float16")) for value in (0.1, 1e-7, 65520.0)]
-      [0.0999755859375, 1.1920928955078125e-07, inf]
+      >>> import jax, jax.numpy as jnp
+      >>> bits = jax.random.bits(jax.random.key(0), (10_000,), jnp.uint32)
+      >>> x = rounded(jnp.full(10_000, 1 + 2.0**-9), jnp.bfloat16, bits)
+      >>> sorted(set(x.tolist())), round(float((x > 1).mean()), 2)
+      ([1.0, 1.0078125], 0.25)
     """
+    pattern = lax.bitcast_convert_type(x, jnp.uint32)
+    sign, magnitude = pattern & _SIGN, pattern & ~_SIGN
     info = jnp.finfo(dtype)
-    y = lax.reduce_precision(x, _FLOAT32_EXPONENT_BITS, info.nmant)
-    if info.nexp < _FLOAT32_EXPONENT_BITS:
-        step = np.float32(info.smallest_subnormal)
-        subnormal = lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
-        y = jnp.where(jnp.abs(x) < np.float32(info.smallest_normal), subnormal, y)
-        # Infinite, or NaN.
-        beyond = np.float32(np.asarray(np.inf, np.float32).astype(dtype))
-        y = jnp.where(jnp.abs(y) > np.float32(info.max), beyond * jnp.sign(y), y)
-    return y
+    largest, spare = _pattern(info.max), 23 - info.nmant
+    reaches_as_low = info.minexp == jnp.finfo(jnp.float32).minexp
+    # Numbers below the smallest normal one have fewer bits: one less per halving, down to the leading one.
+    drop = np.uint32(spare)
+    if not reaches_as_low:
+        drop = jnp.clip(np.uint32(spare + 127 + info.minexp) - (magnitude >> 23), drop, np.uint32(23))
+        drop = jnp.where(magnitude >= _pattern(info.smallest_normal), np.uint32(spare), drop)
+    mask = (np.uint32(1) << drop) - np.uint32(1)
+    carry = (mask >> 1) + ((magnitude >> drop) & np.uint32(1)) if bits is None else bits & mask
+    new = (magnitude + carry) & ~mask
+    if not reaches_as_low:
+        smallest = info.smallest_subnormal
+        between = _between_zero_and_smallest(magnitude, smallest, bits)
+        new = jnp.where(magnitude < _pattern(smallest), between, new)
+    # Infinite, or NaN. Half way there it is the number whose last bit is 0, as everywhere.
+    beyond = _pattern(np.abs(np.asarray(np.inf, np.float32).astype(dtype)))
+    midpoint = (
+        largest + (np.uint32(1) << np.uint32(spare - 1)) + (~largest >> np.uint32(spare) & np.uint32(1))
+    )
+    new = jnp.where(new > largest, jnp.where(magnitude >= midpoint, beyond, largest), new)
+    new = jnp.where(magnitude >= _INFINITY, jnp.maximum(magnitude, beyond), new)
+    return lax.bitcast_convert_type(sign | new, jnp.float32)
+
+
+def _between_zero_and_smallest(magnitude: jax.Array, smallest: Any, bits: Any) -> jax.Array:
+    """Rounds numbers between 0 and the smallest of a dtype to one of the two; as bit patterns."""
+    share = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(2.0**24 / float(smallest))
+    threshold = np.float32(2.0**23) if bits is None else (~bits >> np.uint32(8)).astype(jnp.float32)
+    return jnp.where(threshold < share, _pattern(smallest), np.uint32(0))
+
+
+def _pattern(x: Any) -> np.uint32:
+    return np.float32(x).view(np.uint32)
 
 
 def narrowed(x: Any, dtype: Any) -> Any:

@@ -23,8 +23,9 @@ import optax
 
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import is_floating_array
+from jmp_policy._src.core.narrowing import rounded
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.half_params.rounding import check_seed, is_half_array, random_bits, rounded, run_inner
+from jmp_policy._src.half_params.rounding import check_seed, is_half_array, random_bits, run_inner
 from jmp_policy._src.loss_scaling.state import check_inner, check_state, init_inner
 
 #: Fields of optax's states that hold moments, and which of the two dtypes is theirs.

@@ -14,16 +14,14 @@ import optax
 from jax import lax
 
 from jmp_policy._src.core.dtypes import is_floating_array, promote_dtype
+from jmp_policy._src.core.narrowing import AWAY_FROM_ZERO, TOWARDS_ZERO, rounded
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.half_params.rounding import (
-    AWAY_FROM_ZERO,
-    TOWARDS_ZERO,
     change,
     check_seed,
     check_some_half,
     is_half_array,
     random_bits,
-    rounded,
     run_inner,
 )
 from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32

@@ -1,11 +1,7 @@
-"""Rounds float32 numbers to the values of narrower dtypes, to nearest or at random.
+"""What the wrappers of this room share: random bits, checks, and the run of the transformation inside.
 
 An update smaller than half the distance to a parameter's neighbour vanishes when it is added, step after
-step. Master weights, stochastic rounding and Kahan summation prevent that, and all three round here: by
-integer operations on float32 bits, since XLA may leave out a cast to half and back, and
-`lax.reduce_precision` turns the subnormal numbers of float16 into zeros.
-
-Below are the checks and the run of the wrapped transformation that all wrappers of this room share.
+step. Master weights, stochastic rounding and Kahan summation prevent that.
 """
 
 from typing import Any
@@ -14,67 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from jmp_policy._src.core.dtypes import is_floating_array, map_changed, strip_weak_type
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.loss_scale import tree_to_float32
 
-_SIGN = np.uint32(0x8000_0000)
-_INFINITY = np.uint32(0x7F80_0000)
-
-#: Random bits with which `rounded` goes towards zero, and away from it.
-TOWARDS_ZERO, AWAY_FROM_ZERO = np.uint32(0), np.uint32(0xFFFF_FFFF)
-
 
 def is_half_array(x: Any) -> bool:
     """Whether a leaf is an array of float16 or bfloat16, the dtypes that are rounded to."""
     return is_floating_array(x) and x.dtype in (jnp.float16, jnp.bfloat16)
-
-
-def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
-    """Rounds float32 numbers to the values of a half or float8 dtype, and returns them as float32.
-
-    Args:
-      x: float32 array.
-      dtype: float16, bfloat16 or float8_e4m3fn.
-      bits: uint32 of the shape of `x`, uniformly random: each number then goes to one of its two neighbours,
-        with the probability that makes the expectation the number itself. None rounds to nearest, ties
-        to even.
-
-    Returns:
-      float32 array. Numbers of the dtype, infinities and NaN included, are unchanged. Beyond the largest
-      finite number it is always rounded to nearest: none becomes infinite by chance. The subnormal numbers
-      of float32 count as 0 for the other two.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> bits = jax.random.bits(jax.random.key(0), (10_000,), jnp.uint32)
-      >>> x = rounded(jnp.full(10_000, 1 + 2.0**-9), jnp.bfloat16, bits)
-      >>> sorted(set(x.tolist())), round(float((x > 1).mean()), 2)
-      ([1.0, 1.0078125], 0.25)
-    """
-    pattern = lax.bitcast_convert_type(x, jnp.uint32)
-    sign, magnitude = pattern & _SIGN, pattern & ~_SIGN
-    info = jnp.finfo(dtype)
-    largest, spare = _pattern(info.max), 23 - info.nmant
-    reaches_as_low = info.minexp == jnp.finfo(jnp.float32).minexp
-    # Numbers below the smallest normal one have fewer bits: one less per halving, down to the leading one.
-    drop = np.uint32(spare)
-    if not reaches_as_low:
-        drop = jnp.clip(np.uint32(spare + 127 + info.minexp) - (magnitude >> 23), drop, np.uint32(23))
-        drop = jnp.where(magnitude >= _pattern(info.smallest_normal), np.uint32(spare), drop)
-    mask = (np.uint32(1) << drop) - np.uint32(1)
-    carry = (mask >> 1) + ((magnitude >> drop) & np.uint32(1)) if bits is None else bits & mask
-    new = (magnitude + carry) & ~mask
-    if not reaches_as_low:
-        smallest = info.smallest_subnormal
-        between = _between_zero_and_smallest(magnitude, smallest, bits)
-        new = jnp.where(magnitude < _pattern(smallest), between, new)
-    midpoint = largest + (np.uint32(1) << np.uint32(spare - 1))
-    new = jnp.where(new > largest, jnp.where(magnitude >= midpoint, _INFINITY, largest), new)
-    new = jnp.where(magnitude >= _INFINITY, magnitude, new)
-    return lax.bitcast_convert_type(sign | new, jnp.float32)
 
 
 def change(p: jax.Array, new: jax.Array) -> jax.Array:
@@ -100,17 +44,6 @@ def random_bits(seed: Any, count: Any, params: PyTree) -> PyTree:
         for i, leaf_key in zip(half, jax.random.split(key, len(half)), strict=True):
             found[i] = jax.random.bits(leaf_key, leaves[i].shape, jnp.uint32)
     return jax.tree.unflatten(treedef, found)
-
-
-def _between_zero_and_smallest(magnitude: jax.Array, smallest: Any, bits: Any) -> jax.Array:
-    """Rounds numbers between 0 and the smallest of a dtype to one of the two; as bit patterns."""
-    share = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(2.0**24 / float(smallest))
-    threshold = np.float32(2.0**23) if bits is None else (~bits >> np.uint32(8)).astype(jnp.float32)
-    return jnp.where(threshold < share, _pattern(smallest), np.uint32(0))
-
-
-def _pattern(x: Any) -> np.uint32:
-    return np.float32(x).view(np.uint32)
 
 
 def check_some_half(params: PyTree, wrapper: str) -> None:

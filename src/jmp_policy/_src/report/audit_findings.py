@@ -266,11 +266,11 @@ class Audit(Report):
                 "does: where you ask for it, leave that out, or wrap the module"
             )
         if places.keys() == {OPTAX}:
-            return ", in optax, which computes updates in float32"
+            return ", in optax, which computes in float32"
         if places.keys() == {AUTOCAST}:
             return (
                 ", which autocast leaves: in region('off'), by rules=, full= or ops=, in a custom_vjp "
-                "(lower={'custom_vjp_call'} lowers it), or in one of JAX's solvers"
+                "(its warning says what lowers it), or in one of JAX's solvers"
             )
         if not places and any(other.is_half for other in self.products):
             return (
