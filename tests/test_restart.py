@@ -368,11 +368,33 @@ def test_a_state_with_masters_does_not_fit_an_optimizer_without():
         jmpp.restore_state(ADAMW.init(PARAMS), jmpp.master_weights(ADAMW).init(PARAMS))
 
 
+def test_from_a_loss_scale_to_none_and_back():
+    """As of a run that goes on in bfloat16, and returns to float16."""
+    saved, without = moved(SCALED), jmpp.loss_scaled(ADAMW, jmpp.NoOpLossScale())
+    for form in (saved, flax.serialization.to_state_dict(saved)):
+        restored = jmpp.restore_state(without.init(PARAMS), form)
+        assert isinstance(restored.loss_scale, jmpp.NoOpLossScale)
+        assert_same(restored.inner_state, saved.inner_state)
+        assert restored.steps == saved.steps
+    back = jmpp.restore_state(SCALED.init(PARAMS), restored)
+    assert_same(back.loss_scale, SCALED.init(PARAMS).loss_scale)
+    assert_same(back.inner_state, saved.inner_state)
+
+
+def test_a_missing_state_is_not_blamed_on_the_loss_scale():
+    saved = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale()).init(PARAMS)
+    with pytest.raises(ValueError, match="missing") as e:
+        jmpp.restore_state(jmpp.loss_scaled(ADAMW, jmpp.NoOpLossScale()).init(PARAMS), saved)
+    assert "another kind of loss scale" not in str(e.value)
+
+
 def test_from_one_loss_scale_to_several():
     tx = jmpp.loss_scaled(ADAMW, {"a": jmpp.DynamicLossScale(), "b": jmpp.DynamicLossScale(4.0)})
     saved = flax.serialization.to_state_dict(moved(SCALED))
     with pytest.raises(ValueError, match=r"where there are several now\? Remove the saved loss_scale"):
         jmpp.restore_state(tx.init(PARAMS), saved)
+    without = moved(SCALED)._replace(loss_scale=None)  # As the message says.
+    assert_same(jmpp.restore_state(tx.init(PARAMS), without).loss_scale, tx.init(PARAMS).loss_scale)
     inner = saved.pop("loss_scale") and saved["inner_state"]
     restored = jmpp.restore_state(tx.init(PARAMS), saved)
     assert_same(restored.loss_scale, tx.init(PARAMS).loss_scale)

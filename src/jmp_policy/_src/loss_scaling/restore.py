@@ -236,9 +236,11 @@ def _match(
         yield from _match(_join(path, name), child, saved.get(name), child_field, exact, inside)
     if found is None:
         yield _Pair(path, _ABSENT, given)
+    # A program that scales no loss any more has no use for the scale.
+    unused = "loss_scale" if _is_loss_scale(wanted) and not children else ""
     for name, child in saved.items():
         if name not in children:
-            yield from _left_over(_join(path, name), child, name if name == COLLECTION else "")
+            yield from _left_over(_join(path, name), child, name if name == COLLECTION else unused)
 
 
 def _match_leaf(path: str, wanted: Any, given: Any, field: str) -> Iterator[_Pair]:
@@ -307,8 +309,8 @@ def _check_structure(pairs: list[_Pair]) -> None:
     lists = {"missing": missing, "left over": left_over, "of another shape": reshaped}
     parts = [f"{len(found)} {what}:\n{_first(found)}" for what, found in lists.items() if found]
     if parts:
-        left_over_names = {name for p in pairs if p.wanted is _ABSENT for name in p.path.split("/")}
-        hints = [hint for name, hint in _HINTS.items() if name in left_over_names][:1]
+        names = {name for p in pairs if p.wanted is _ABSENT and not p.field for name in p.path.split("/")}
+        hints = [hint for name, hint in _HINTS.items() if name in names][:1]
         raise ValueError("\n".join(["What was saved does not fit this program's state.", *parts, *hints]))
 
 
@@ -320,7 +322,7 @@ _HINTS = {
     "masters": "The saved optimizer state is one of master_weights, the template's is not: wrap its "
     "optimizer in master_weights too, or pass .inner_state, and .masters as the parameters.",
     "loss_scale": "Was it saved with another kind of loss scale, or with one where there are several now? "
-    "Remove the saved loss_scale to start with the template's.",
+    "Remove the saved loss_scale to start with the template's: saved._replace(loss_scale=None).",
     "gradients": "Give loss_scaled the same monitor=, or remove the saved gradients; they serve metrics "
     "only.",
 }
