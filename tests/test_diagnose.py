@@ -1707,3 +1707,37 @@ def test_a_sum_that_overflows_itself_is_not_called_one_of_partial_sums():
 
     verdict = jmpp.diagnose(total, jnp.full(16, 1e4)).verdict
     assert "an overflow: in float32 it is finite, at most 1.6e+05" in verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masked_rows", [False, True])
+@pytest.mark.parametrize("layers", ["unrolled", "scanned", "scanned, cast inside"])
+def test_a_harmless_mask_is_not_what_overflows(layers, masked_rows):
+    """A mask of -1e9 is -inf in float16; of a row that it hides altogether the softmax is NaN."""
+    half, rows = jnp.float16, jnp.arange(16) < (12 if masked_rows else 16)
+    mask = jnp.where(jnp.tril(jnp.ones((16, 16), bool)) & rows[:, None], 0, -1e9)
+    growth = half(0.5 if masked_rows else 4)
+
+    def layer(h, mask):
+        mask = mask.astype(half)
+        scores = (h @ h.T) * half(0.01) + mask
+        return (h + jax.nn.softmax(scores.astype(jnp.float32)).astype(half) @ h) * growth
+
+    def loss(w, x, mask):
+        h = x.astype(half) @ w.astype(half) * half(0.1)
+        if layers != "scanned, cast inside":
+            mask = mask.astype(half)
+        if layers == "unrolled":
+            for _ in range(6):
+                h = layer(h, mask)
+        else:
+            h, _ = jax.lax.scan(lambda h, _: (layer(h, mask), None), h, None, length=6)
+        return jnp.log1p(jnp.abs(h.astype(jnp.float32))).mean()
+
+    w, x = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (16, 32))
+    found = jmpp.diagnose(loss, w, x, mask)
+    assert found.operation == ("convert_element_type" if masked_rows else "dot_general")
+    assert found.kind == "overflow"
+    assert (
+        found.trip == (None if masked_rows or layers == "unrolled" else 3) or layers == "scanned, cast inside"
+    )

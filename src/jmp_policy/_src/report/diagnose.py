@@ -19,7 +19,14 @@ from jmp_policy._src.jaxpr.source_lines import is_written_in
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.report import lost_operands, progress
 from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
-from jmp_policy._src.report.eager_replay import EagerReplay, ReplayedEqn, on_devices, range_of
+from jmp_policy._src.report.eager_replay import (
+    LOOPS,
+    EagerReplay,
+    ReplayedEqn,
+    is_mask,
+    on_devices,
+    range_of,
+)
 from jmp_policy._src.report.function import Function, as_function, as_loss_scale
 from jmp_policy._src.report.lost_constants import (
     OF_MASK,
@@ -126,8 +133,11 @@ def _diagnosed(
     if not bad:
         return _with_constants_kept(found, mending)
     found = dataclasses.replace(found, finite=False, bad_results=tuple(name for name, _ in bad))
-    first = replay.first_nonfinite_step()
-    if first is not None and first >= 0:
+    # A loop that reads a mask may make its own infinite values, or those of the mask.
+    for through_loops in (False, True):
+        first = replay.first_nonfinite_step(through_loops)
+        if first is None or first < 0:
+            break
         arguments = {place: function.arguments[i].path for place, i in replay.origins.items()}
         # The loss and the scaled loss are of the forward pass; of other programs everything is.
         forward = replay.feeding(replay.results if mending is None else replay.results[:2])
@@ -135,7 +145,9 @@ def _diagnosed(
         # Loops and shard_maps ran as a whole. If the value was made in one, it runs again.
         while (inside := _inside(fault)) is not None:
             fault = inside
-        return _described(found, fault, mending)
+        is_loop = calls.kind_of(fault.replay.steps[fault.at].eqn) in LOOPS
+        if through_loops or not is_loop:
+            return _described(found, fault, mending)
     if first is None:
         place, path = bad[0][1], "a constant of the program"
         advised = "The program itself holds a constant that is not finite, and returns it."
@@ -148,7 +160,7 @@ def _diagnosed(
                 "checkpoint."
             )
         dtype = replay.values[place].dtype
-        if is_half(dtype) and _is_mask(replay.values[place]):
+        if is_half(dtype) and is_mask(replay.values[place]):
             advised += f" If it was finite before its cast to {dtype} (a mask of -1e9): {OF_MASK}"
     return dataclasses.replace(found, kind="argument", path=path, advice=advised, **_array(replay, place))
 
@@ -206,7 +218,7 @@ def _inside(fault: Fault) -> Fault | None:
     """
     replay, step, before = fault.replay, fault.replay.steps[fault.at], fault.before
     _note_largest(replay, fault.at, before)
-    if replay.is_stacked or calls.kind_of(step.eqn) not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE):
+    if replay.is_stacked or calls.kind_of(step.eqn) not in LOOPS:
         return None
     for trip, inner in enumerate(_runs_inside(replay, step)):
         first = inner.first_nonfinite_step()
@@ -270,8 +282,8 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     if mended is not None:
         changed = {"rule": mended.rule, "policy": mended.policy, "error_after": mended.error}
         found = dataclasses.replace(found, **changed)
-    is_mask = _is_mask(replay.values[place])
-    return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer, is_mask, mended))
+    hides = is_mask(replay.values[place])
+    return dataclasses.replace(found, advice=advice(found, scaled, in_optimizer, hides, mended))
 
 
 def _is_undefined(replay: EagerReplay, step: ReplayedEqn) -> bool:
@@ -357,12 +369,6 @@ def _array(replay: EagerReplay, place: int) -> dict[str, Any]:
     value = replay.values[place]
     shape = tuple(value.shape)[1 if replay.is_stacked else 0 :]
     return {"dtype": str(value.dtype), "shape": shape, "is_nan": replay.ranges[place].nan}
-
-
-def _is_mask(value: Any) -> bool:
-    """Whether what is not finite in an array is -inf, as in a mask."""
-    array = np.asarray(value)
-    return bool((array[~np.isfinite(array)] == -np.inf).all())
 
 
 def _note_largest(replay: EagerReplay, index: int, before: dict[Any, tuple[float, str]]) -> None:

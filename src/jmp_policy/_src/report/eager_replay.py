@@ -108,7 +108,7 @@ class EagerReplay(Interpreter):
         """Whether it is followed: calls are, and branches where it is known which one is taken."""
         if kind is Kind.COND:
             return not ir.is_traced(self.values[values[0]])
-        return kind not in (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE)
+        return kind not in LOOPS
 
     def call(self, eqn: Any, values: list[int], where: walk.Site) -> Sequence[int]:
         """Runs what is called; of branches by platform the one that is taken."""
@@ -141,11 +141,15 @@ class EagerReplay(Interpreter):
         self.is_stacked = True
         return self
 
-    def first_nonfinite_step(self) -> int | None:
+    def first_nonfinite_step(self, through_loops: bool = False) -> int | None:
         """The first step that made a non-finite value which reached a non-finite result.
 
+        Masks are it only where nothing else is: those of -1e9 are infinite in float16, and do no harm.
         Results that are arguments, passed on, count only if all are: a step may return the best loss so far,
         which is infinite at first.
+
+        Args:
+          through_loops: whether a mask may be what made the results of a loop infinite, or the loop is.
 
         Returns:
           Its index; of an argument that was not finite to begin with, `-2 - index`; None when all results are
@@ -157,20 +161,31 @@ class EagerReplay(Interpreter):
         for index, step in enumerate(self.steps):
             bad = [place for place in step.reads if place in sources]
             known = [sources[place] for place in bad if sources[place] != _CONSTANT]
+            source = min(known, key=self._rank, default=_CONSTANT)
+            may_be_inside = not through_loops and calls.kind_of(step.eqn) in LOOPS and self._rank(source)[0]
             for place in step.writes:
                 if place not in sources:
                     continue
                 new_nan = self.ranges[place].nan and not any(self.ranges[b].nan for b in bad)
-                if known:
-                    sources[place] = min(known)
-                elif not bad or new_nan:
+                if known and not may_be_inside:
+                    sources[place] = source
+                elif not bad or new_nan or may_be_inside:
                     sources[place] = index
         computed = [place for place in self.results if place not in self.origins]
         for places in (computed, self.results):
             found = [sources[p] for p in places if sources.get(p, _CONSTANT) != _CONSTANT]
             if found:
-                return min(found)
+                return min(found, key=self._rank)
         return None
+
+    def _rank(self, source: int) -> tuple[bool, int]:
+        """The order of what non-finite values come from: first what is no mask."""
+        if source < 0:
+            places = [self.arguments[-2 - source]] if source != _CONSTANT else []
+            return any(map(is_mask, map(self.values.__getitem__, places))), source
+        step = self.steps[source]
+        made = step.eqn.primitive.name in _OF_MASKS
+        return made and all(is_mask(self.values[place]) for place in step.writes), source
 
     def feeding(self, results: Sequence[int]) -> set[int]:
         """The places of the values that some results are computed from, those included."""
@@ -223,6 +238,12 @@ def _of_device(value: Any, axes: Sequence[str], varies: bool) -> Any:
     return jax.lax.pcast(value, missing, to="varying") if varies and missing else value
 
 
+def is_mask(value: Any) -> bool:
+    """Whether what is not finite in an array is -inf, as in a mask."""
+    array = np.asarray(value)
+    return bool((array[~np.isfinite(array)] == -np.inf).all())
+
+
 def range_of(value: Any) -> Range:
     """What is in an array; nothing in one that holds no real or complex numbers."""
     value = value[...] if isinstance(value, jax.Ref) else value
@@ -237,5 +258,11 @@ def range_of(value: Any) -> Range:
     return Range(bool(np.isnan(magnitude).any()), bool(np.isinf(magnitude).any()), float(largest))
 
 
+#: What runs as a whole.
+LOOPS = (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE)
+
 #: Operations after which a parameter is still recognised.
 VIEWS = HAVING[Trait.VIEW]
+
+#: What a mask is made by.
+_OF_MASKS = HAVING[Trait.EXACT] | {"convert_element_type"}
