@@ -1697,3 +1697,12 @@ def test_a_sum_over_rows_that_were_read_names_what_mends_it():
         found = jmpp.audit(lambda p, m=model: m.apply(p, x, sources, ids), params, grad=True)
         sums = [h for h in found.half_operations if h.operation == "scatter-add"]
         assert {h.why.partition(": ")[2] for h in sums} == repairs
+
+
+def test_a_constant_that_was_cast_to_half_is_named_in_it_wherever_it_is_read():
+    def attend(scores):
+        mask = jnp.where(jnp.tri(8, dtype=bool), 0, -1e9).astype(jnp.float16)
+        return jax.nn.softmax(scores.astype(jnp.float32) + mask.astype(jnp.float32))
+
+    (constant,) = jmpp.audit(attend, jnp.ones((8, 8), jnp.float16)).constants
+    assert (constant.dtype, constant.becomes) == ("float16", "-inf")

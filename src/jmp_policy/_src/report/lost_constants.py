@@ -141,10 +141,12 @@ class _Constant(NamedTuple):
     Args:
       written: the number as it was before a cast to half; "" where it was half in the program already.
       becomes: what it is in half.
+      dtype: that it was cast to, if it was.
     """
 
     written: str
     becomes: str
+    dtype: str = ""
 
 
 class _Known(NamedTuple):
@@ -240,12 +242,14 @@ class LostConstants:
         """Takes note of an operation that reads a constant."""
         name, dtype, constant = eqn.primitive.name, ir.dtype_of(eqn.invars[place]), known[place].constant
         assert constant is not None
-        written, becomes = constant
+        written, becomes, cast_to = constant
         if name in (_BOUNDS if written and becomes != "0" else _COMPARISONS):
             return
         if becomes == "1" and name not in _SCALES:
             return
-        found = LostConstant(name, site.path, site.line, site.backward, str(dtype), written, becomes)
+        found = LostConstant(
+            name, site.path, site.line, site.backward, cast_to or str(dtype), written, becomes
+        )
         if not written:
             numbers = written_constants(eqn)
             if name in _NAMED and not any(_is_lost(n, becomes, dtype) for n, _ in numbers):
@@ -344,7 +348,7 @@ def _lost_in_cast(value: Any, dtype: Any) -> _Constant | None:
     first = int(np.argmax(lost))
     number = float(array[first])
     written = f"{number:g}"
-    return _Constant(written if written != "1" else str(array[first]), _text(float(cast[first])))
+    return _Constant(written if written != "1" else str(array[first]), _text(float(cast[first])), str(dtype))
 
 
 def _becomes(number: float, dtype: Any) -> str:
