@@ -443,6 +443,25 @@ def test_an_overflow_in_what_is_not_taken_is_no_cause(kind, detail):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("pick", [lambda x: jnp.argmax(x, -1)[:, None], lambda x: jax.lax.top_k(x, 4)[1]])
+def test_an_overflow_that_makes_ties_is_named_and_a_mask_is_not(pick, masked):
+    def loss(w, x):
+        scores = x.astype(HALF) @ w.astype(HALF)
+        if masked:
+            low = -jnp.square(jnp.abs(scores) + 300)  # -inf in half.
+            scores = jnp.where(jnp.arange(32) < 24, scores + 2000 - 2000, low)
+        else:
+            scores = jnp.square(scores * 100)
+        return jnp.square(jnp.take_along_axis(x @ w, pick(scores), 1)).mean()
+
+    w, x = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (16, 32))
+    found = jmpp.drift(loss, w, x, detail="operation")
+    assert found.error > 1e-4
+    assert any("overflows" in row.note for row in found.contributions) != masked
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mul", "add", "nested"])
 def test_an_overflow_in_a_later_trip_of_a_loop_is_named(kind):
     """Each trip reads what the one before it gave: no operation has finite operands in all trips."""

@@ -18,7 +18,7 @@ from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site
 from jmp_policy._src.report.pieces import totals
 
-_BOUNDED = HAVING[Trait.BOUNDED]
+_BOUNDED, _RANKS = HAVING[Trait.BOUNDED], HAVING[Trait.RANKS]
 
 #: Squares of gradients leave float32's range below 1e-19: cotangents are multiplied by this first.
 _BACKWARD_UNIT = 2.0**32
@@ -199,13 +199,17 @@ class Recorder:
             terms["total"] = error
         if "exact" in fields:
             terms["exact"] = self._errors.finite(exact, unit)
-        if "vanished" in fields and is_floating(node.dtype):
-            vanished = (half == 0) & (jnp.abs(exact) > VANISHED)
+        if "vanished" in fields:
+            vanished = is_floating(node.dtype) & (half == 0) & (jnp.abs(exact) > VANISHED)
             for i, twin in enumerate(operands):
-                if twin.node is None or jnp.shape(twin.half) != jnp.shape(half):
+                if twin.node is None:
                     continue
                 infinite = jnp.isinf(_numbers(twin.half)) & jnp.isfinite(_numbers(twin.exact))
-                if operation == "select_n":
+                if jnp.shape(twin.half) != jnp.shape(half):
+                    # Any may be what was picked in place of another; a mask has the other sign.
+                    picked = twin.half < 0 if operation == "argmin" else twin.half > 0
+                    infinite = operation in _RANKS and jnp.any(infinite & picked)
+                elif operation == "select_n":
                     infinite &= operands[0].exact == i - 1  # What float32 does not take does not matter.
                 elif operation in _BOUNDED:
                     infinite &= _numbers(twin.exact) == _numbers(exact)
