@@ -77,7 +77,7 @@ def drift(
       model of rounding.
     """
     with progress.showing("drift"):
-        found, function = _measured(fn, args, grad, detail, scale, has_aux, **kwargs)
+        found, function, is_odd = _measured(fn, args, grad, detail, scale, has_aux, **kwargs)
         if not found.is_loss:
             return found
         loss_scale = float(as_loss_scale(scale).loss_scale)
@@ -92,7 +92,7 @@ def drift(
                 found = dataclasses.replace(found, cause=cause, tried=seen.tried)
                 return found if best is None else _mended(found, best)
         mending = Mending(function, loss_scale, has_aux)
-        if not found.is_worth_a_rule:
+        if not (is_odd or found.is_worth_a_rule):
             kept = mending.keeping(found.constants)
             return found if kept is None else _mended(found, kept)
         named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= findings.NAMED))
@@ -157,8 +157,8 @@ def _measured(
     scale: Any = 1.0,
     has_aux: bool = False,
     **kwargs: Any,
-) -> tuple[Drift, Function]:
-    """The report before any rule was tried, and the function."""
+) -> tuple[Drift, Function, bool]:
+    """The report before any rule was tried, the function, and whether its lines round more than expected."""
     if detail not in ("module", "operation"):
         raise ValueError(f"drift has rows per 'module' or per 'operation'; got detail={detail!r}.")
     function = as_function(fn, args, kwargs, "drift")
@@ -171,11 +171,15 @@ def _measured(
         cotangent = float(first_cotangent(jaxpr.out_avals[0].dtype, loss_scale)) if is_loss else 1.0
         as_report = functools.partial(_report, function, lost, names, is_loss, cotangent, detail)
         found = as_report(*_run(jaxpr, lost, detail, function.arrays))
-        if detail == "module" and math.isfinite(found.error) and not found.is_normal:
+        is_odd = detail == "module" and math.isfinite(found.error) and not found.is_normal
+        if is_odd:
             # A line that is measured as one is expected to round once, however much it does.
             with progress.interruptible("operations of a line were not told apart"):
-                found = as_report(*_run(jaxpr, lost, "operation", function.arrays))
-    return found, function
+                apart = as_report(*_run(jaxpr, lost, "operation", function.arrays))
+                # Errors that cancel within a line do not where its operations are measured one by one.
+                first, second = ([row.module for row in f.contributions[:1]] for f in (found, apart))
+                found = apart if first == second else found
+    return found, function, is_odd
 
 
 def _report(
@@ -264,7 +268,7 @@ def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: A
       >>> import jax.numpy as jnp
       >>> assert_drift(lambda w: jnp.square(w.astype(jnp.bfloat16)).sum(), jnp.ones(3), rtol=1e-2)
     """
-    found, _ = _measured(fn, args, **kwargs)
+    found, *_ = _measured(fn, args, **kwargs)
     if found.is_loss and not math.isfinite(found.loss):
         raise AssertionError(f"The loss is {found.loss}, which says nothing of an error. {found.verdict}")
     if wrong := findings.exceeding_text(found, rtol):
