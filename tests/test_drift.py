@@ -580,6 +580,20 @@ def test_updates_that_float32_adds_up_are_lost_in_half_parameters_unless_a_state
     assert ("lost, in result/0" in jmpp.drift(step, params, state, X[:8, :4], grad=False).verdict) == is_lost
 
 
+def test_a_number_that_half_makes_one_is_rounded_where_it_is_added():
+    """The trace in half precision holds 1, and so would a replay of it."""
+
+    def product(x):
+        return jnp.cumprod(0.9998 + 1e-4 * x)[-1]
+
+    x = jnp.linspace(-1, 1, 1000)
+    half, exact = product(x.astype(HALF)), product(x)
+    found = jmpp.drift(lambda x: product(x.astype(HALF)), x, grad=False, detail="operation")
+    assert found.error == pytest.approx(abs(float(half) - float(exact)) / float(exact), rel=0.2)
+    assert found.error > 0.1
+    assert found.contributions[0].operation == "add"
+
+
 def test_a_moving_average_that_float32_adds_up_is_lost_in_half():
     def ema(old, new):
         return (0.999 * old.astype(jnp.float32) + 0.001 * new).astype(HALF)

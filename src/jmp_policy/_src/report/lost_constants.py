@@ -246,6 +246,9 @@ class LostConstants:
         if name in (_BOUNDS if written and becomes != "0" else _COMPARISONS):
             return
         if becomes == "1" and name not in _SCALES:
+            # No decay that never decays, but the rounding of a number like any other.
+            one = [n for n, _ in written_constants(eqn) if not written and _is_lost(n, becomes, dtype)]
+            self.numbers.update({(id(eqn), place): number for number in one[:1]})
             return
         found = LostConstant(
             name, site.path, site.line, site.backward, cast_to or str(dtype), written, becomes
