@@ -594,6 +594,22 @@ def test_a_number_that_half_makes_one_is_rounded_where_it_is_added():
     assert found.contributions[0].operation == "add"
 
 
+@pytest.mark.slow
+def test_every_kind_of_value_is_measured_by_operation():
+    """Complex numbers, keys, integers and truth values that depend on half ones."""
+
+    def function(w, x):
+        h = (x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)
+        spectrum = jnp.fft.fft(h).sum(0, keepdims=True) * jnp.ones(h.shape)
+        seeds = jnp.stack([h[0, 0].astype(jnp.uint32), jnp.uint32(3)])
+        noise = jax.random.normal(jax.random.split(jax.random.wrap_key_data(seeds))[0], (3,))
+        return jnp.abs(spectrum).mean() + noise.sum() + (h > 0).any() + jnp.sort(h, 0)[0].sum()
+
+    found = jmpp.drift(function, W[:8, :8], X[:, :8], detail="operation", grad=False)
+    assert 0 < found.error < 0.1
+    assert found.is_normal
+
+
 def test_a_moving_average_that_float32_adds_up_is_lost_in_half():
     def ema(old, new):
         return (0.999 * old.astype(jnp.float32) + 0.001 * new).astype(HALF)

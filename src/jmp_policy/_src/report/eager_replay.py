@@ -185,7 +185,8 @@ class EagerReplay(Interpreter):
             return any(map(is_mask, map(self.values.__getitem__, places))), source
         step = self.steps[source]
         made = step.eqn.primitive.name in _OF_MASKS
-        return made and all(is_mask(self.values[place]) for place in step.writes), source
+        bad = (self.values[place] for place in step.writes if not self.ranges[place].is_finite)
+        return made and all(map(is_mask, bad)), source
 
     def feeding(self, results: Sequence[int]) -> set[int]:
         """The places of the values that some results are computed from, those included."""

@@ -200,15 +200,15 @@ class Recorder:
         if "exact" in fields:
             terms["exact"] = self._errors.finite(exact, unit)
         if "vanished" in fields:
-            vanished = is_floating(node.dtype) & (half == 0) & (jnp.abs(exact) > VANISHED)
+            vanished = (half == 0) & (jnp.abs(exact) > VANISHED) if is_floating(node.dtype) else False
             for i, twin in enumerate(operands):
-                if twin.node is None:
+                is_other_shape = jnp.shape(twin.half) != jnp.shape(half)
+                if twin.node is None or (is_other_shape and operation not in _RANKS):
                     continue
                 infinite = jnp.isinf(_numbers(twin.half)) & jnp.isfinite(_numbers(twin.exact))
-                if jnp.shape(twin.half) != jnp.shape(half):
+                if is_other_shape:
                     # Any may be what was picked in place of another; a mask has the other sign.
-                    picked = twin.half < 0 if operation == "argmin" else twin.half > 0
-                    infinite = operation in _RANKS and jnp.any(infinite & picked)
+                    infinite = jnp.any(infinite & (twin.half < 0 if operation == "argmin" else twin.half > 0))
                 elif operation == "select_n":
                     infinite &= operands[0].exact == i - 1  # What float32 does not take does not matter.
                 elif operation in _BOUNDED:
