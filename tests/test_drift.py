@@ -580,6 +580,31 @@ def test_updates_that_float32_adds_up_are_lost_in_half_parameters_unless_a_state
     assert ("lost, in result/0" in jmpp.drift(step, params, state, X[:8, :4], grad=False).verdict) == is_lost
 
 
+@pytest.mark.slow
+def test_errors_that_cancel_within_a_line_are_not_the_module_befores():
+    """A difference of two sines: both have the error of what they are given."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = jnp.tanh(nn.Dense(16, name="first")(x))
+            return nn.Dense(4, name="last")(Part(name="part")(x))
+
+    class Part(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return (jnp.sin(x + 1e-3) - jnp.sin(x)) / 1e-3
+
+    x = jax.random.normal(jax.random.key(0), (32, 16))
+    params = Net().init(jax.random.key(1), x)
+    half = jmpp.wrap(Net(), "mixed_float16")
+    found = jmpp.drift(lambda p: jnp.square(half.apply(p, x).astype(jnp.float32) - 1).mean(), params)
+    assert found.error > 0.02
+    assert found.contributions[0].module == "Net/part"
+    assert dict(found.rule) == {"part": "float32"}
+    assert found.error_after < found.error / 10
+
+
 def test_a_number_that_half_makes_one_is_rounded_where_it_is_added():
     """The trace in half precision holds 1, and so would a replay of it."""
 
@@ -592,6 +617,9 @@ def test_a_number_that_half_makes_one_is_rounded_where_it_is_added():
     assert found.error == pytest.approx(abs(float(half) - float(exact)) / float(exact), rel=0.2)
     assert found.error > 0.1
     assert found.contributions[0].operation == "add"
+    x = jnp.full(8, 0.25)
+    # Which of the numbers of a line an addition has nobody knows.
+    assert jmpp.drift(lambda x: (0.9998 + x.astype(HALF)) * (1 + x.astype(HALF)), x, grad=False).error < 1e-4
 
 
 @pytest.mark.slow

@@ -247,8 +247,10 @@ class LostConstants:
             return
         if becomes == "1" and name not in _SCALES:
             # No decay that never decays, but the rounding of a number like any other.
-            one = [n for n, _ in written_constants(eqn) if not written and _is_lost(n, becomes, dtype)]
-            self.numbers.update({(id(eqn), place): number for number in one[:1]})
+            numbers = {} if written else dict(written_constants(eqn))
+            lost = [n for n in numbers if _is_lost(n, becomes, dtype)]
+            if lost and 1 not in numbers:
+                self.numbers[id(eqn), place] = lost[0]
             return
         found = LostConstant(
             name, site.path, site.line, site.backward, cast_to or str(dtype), written, becomes
