@@ -155,6 +155,65 @@ def test_products_with_uncast_parameters_draw_one_warning(path, read):
     silent(model.apply, variables, X)
 
 
+class Experts(nn.Module):
+    """A layer of experts that own arrays multiply, of the tokens that a one-hot mask sends to each."""
+
+    cast: object = staticmethod(lambda tokens, like: tokens)
+
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (2, 8, 16))
+        scale = self.param("scale", nn.initializers.ones, (16,))
+        mask = jax.nn.one_hot(jnp.arange(3) % 2, 2)[..., None]  # float32
+        tokens = jnp.einsum("tec,td->ecd", mask * jnp.ones(4), x)
+        return jnp.einsum("ecd,edf->ecf", self.cast(tokens, kernel), kernel * scale).sum()
+
+
+def test_half_parameters_that_meet_float32_data_draw_one_warning():
+    """The mask makes the tokens float32, and they the product with the kernel."""
+    for policy in (MIXED, "bfloat16"):
+        model = jmpp.wrap(Experts(), policy)
+        variables = model.init(jax.random.key(0), X)
+        with pytest.warns(
+            UserWarning, match=r"'kernel' is half there and meets float32 values\. Cast those"
+        ) as w:
+            jax.make_jaxpr(jax.grad(model.apply))(variables, X)
+        assert len(w) == 1
+    for cast in (
+        lambda tokens, like: tokens.astype(like.dtype),
+        lambda tokens, like: tokens.astype("float16"),
+    ):
+        silent(jmpp.wrap(Experts(cast), MIXED).apply, variables, X)
+    silent(jmpp.wrap(Experts(), jmpp.PolicyMap("float32")).apply, variables, X)
+
+
+class OnPurpose(nn.Module):
+    """A router, a norm and a basis that meet a half parameter in float32 since the code says so."""
+
+    compute: object
+
+    @nn.compact
+    def __call__(self, x):
+        return self.compute(x, self.param("kernel", nn.initializers.lecun_normal(), (8, 8)))
+
+
+ON_PURPOSE = {
+    "data": lambda x, w: x.astype(jnp.float32) @ w,
+    "parameter": lambda x, w: x @ w.astype(jnp.float32),
+    "norm": lambda x, w: (lambda h: h / jnp.sqrt(jnp.mean(h**2, -1, keepdims=True)))(x.astype("float32")) @ w,
+    "few terms": lambda x, w: jax.random.normal(jax.random.key(0), (3, 4)) @ w[:4],
+    "no data": lambda x, w: (x @ w, jnp.sum((w.T @ w - jnp.eye(8)) ** 2)),
+    "later half": lambda x, w: (jnp.ones(8) * x).astype(w.dtype) @ w,
+    "bias": lambda x, w: jnp.ones((3, 8)) + w[0],
+}
+
+
+@pytest.mark.parametrize("compute", ON_PURPOSE.values(), ids=ON_PURPOSE)
+def test_half_parameters_that_are_meant_to_meet_float32_draw_no_warning(compute):
+    model = jmpp.wrap(OnPurpose(compute), MIXED)
+    silent(model.apply, model.init(jax.random.key(0), X), X)
+
+
 def loss(apply):
     return lambda v, x: apply(v, x).sum()
 

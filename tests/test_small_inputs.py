@@ -497,7 +497,8 @@ def test_a_model_of_one_example_under_vmap_casts_its_vectors_everywhere():
     model, x, sigma = jmpp.wrap(Net(), "mixed_float16"), floats(4, 8), jnp.ones(4)
     variables = model.init(jax.random.key(0), x[0], sigma[0])
     SEEN.clear()
-    jax.eval_shape(jax.vmap(model.apply, (None, 0, 0)), variables, x, sigma)
+    with pytest.warns(UserWarning, match="'w' is half there and meets float32 values"):  # By sigma.
+        jax.eval_shape(jax.vmap(model.apply, (None, 0, 0)), variables, x, sigma)
     assert SEEN == [[F16], [F32]]
 
 

@@ -2,10 +2,11 @@
 
     origin = {variable: path, for each array that is stored for a half-precision module}
     for each operation, and those inside calls, loops and branches:
-        a product of such a value and data: note it, unless the data is float32 on purpose
-        what moves, scales or casts such a value, but not to half: the result has the same origin
+        a float32 product of such a value and data: note it, unless the data is float32 on purpose
+        what moves, scales or casts such a value: the result has the same origin
 
-Data is float32 on purpose if code of the user, or a module under a float32 rule, cast it from half.
+Data is float32 on purpose if code of the user, or a module under a float32 rule, cast it from half. Where the
+value was read in half, it is the data that makes the product float32: a one-hot mask, random numbers.
 """
 
 import warnings
@@ -30,29 +31,37 @@ _SHOWN: dict[Any, Any] = {}
 
 
 def products(program: Any, rows: Rows, stored: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """The first product of each stored array that is used uncast, by the array's path.
+    """The first float32 product of each stored array, with whether it was read in half, by the array's path.
 
     Args:
       program: as `compat.program_being_traced` gives it.
       rows: those of its operations that are looked at.
       stored: the arrays that are stored for half-precision modules, with their paths.
     """
-    wide = [(path, array) for path, array in stored if is_wide(array.dtype)]
-    traced = ((path, compat.traced_by(array)) for path, array in wide)
-    arguments = {found[0].val: _Origin(path, is_weight=True) for path, found in traced if found}
-    look = _Look({id(array): path for path, array in wide})
+    known = [(path, array) for path, array in stored if is_wide(array.dtype) or is_half(array.dtype)]
+    traced = ((path, compat.traced_by(array)) for path, array in known)
+    arguments = {found[0].val: _stored(path, found[0].val) for path, found in traced if found}
+    look = _Look({id(array): path for path, array in known})
     look.follow(rows, arguments | look.constants(compat.recorded_constants(program).items()))
     return look.found
 
 
 def warn(found: dict[str, Any], repair: str) -> None:
-    """Warns of the first of these products, and says how its operand is read in half."""
-    (path, eqn), *others = found.items()
+    """Warns of the first of these products, and says how its operands are half.
+
+    Args:
+      found: as `products` gives it.
+      repair: how a stored array is read in half.
+    """
+    (path, (eqn, in_half)), *others = found.items()
     more = f" (and {len(others)} more)" if others else ""
+    cause = "used there as it is stored"
+    if in_half:
+        cause, repair = "half there and meets float32 values", "Cast those to half (.astype(w.dtype))."
     where = source_lines.source_line(eqn) or "an unknown line"
     warnings.warn_explicit(
         f"The product at {where} runs in float32, although the policy says half precision: {path!r}{more} "
-        f"is used there as it is stored. {repair} A float32 rule for its module says that float32 is meant.",
+        f"is {cause}. {repair} A float32 rule for its module says that float32 is meant.",
         UserWarning,
         *source_lines.users_line(eqn),
         registry=_SHOWN,
@@ -66,11 +75,13 @@ class _Origin(NamedTuple):
       path: of the stored array that it is, or was computed with; None if there is none.
       upcast: the operation that cast it, or what it was computed from, from half.
       is_weight: whether it was computed from stored arrays and numbers alone (a weight times its scale).
+      in_half: whether the stored array was read in half.
     """
 
     path: str | None = None
     upcast: Any = None
     is_weight: bool = False
+    in_half: bool = False
 
     def is_on_purpose(self) -> bool:
         """Whether it was cast to float32 by name, and not because it met another float32 value."""
@@ -84,17 +95,17 @@ class _Look:
       path_of: paths of the stored arrays, by identity.
 
     Attributes:
-      found: the first product of each array that is used uncast, by the array's path.
+      found: as `products` gives it.
     """
 
     def __init__(self, path_of: dict[int, str]):
         self._path_of = path_of
-        self.found: dict[str, Any] = {}
+        self.found: dict[str, tuple[Any, bool]] = {}
 
     def constants(self, values: Iterable[tuple[Any, Any]]) -> dict[Any, _Origin]:
         """The stored arrays that a program has closed over, by their variables."""
         known = ((var, self._path_of.get(id(value))) for var, value in values)
-        return {var: _Origin(path, is_weight=True) for var, path in known if path}
+        return {var: _stored(path, var) for var, path in known if path}
 
     def follow(self, rows: Rows, origins: dict[Any, _Origin]) -> None:
         """Notes the products of stored arrays, and adds the origins of what operations give."""
@@ -103,7 +114,7 @@ class _Look:
             if eqn.primitive.name in calls.KINDS:
                 results = self._called(eqn, operands)
             elif _is_upcast(eqn, atoms):
-                results = [_Origin(upcast=eqn)]
+                results = [(operands[0] or _Origin())._replace(upcast=eqn)]
             elif any(operands):
                 results = self._results(eqn, atoms, operands)
             else:
@@ -111,6 +122,8 @@ class _Look:
             for var, origin in zip(eqn.outvars, results, strict=True):
                 if origin is not None and is_wide(dtype_of(var)):
                     origins[var] = origin
+                elif origin is not None and origin.path and origin.is_weight and is_half(dtype_of(var)):
+                    origins[var] = origin._replace(upcast=None, in_half=True)
 
     def _called(self, eqn: Any, operands: Sequence[_Origin | None]) -> Sequence[_Origin | None]:
         """What a call, loop or branch gives.
@@ -141,21 +154,28 @@ class _Look:
         if name in _PRODUCTS:
             atoms, operands = atoms[:2], operands[:2]  # After them come the scales of float8 products.
         known = [origin for origin in operands if origin is not None]
-        path = next((origin.path for origin in known if origin.path), None)
+        # What is stored in float32 is the cause, beside what is half.
+        path, in_half = min(
+            ((x.path, x.in_half) for x in known if x.path), key=lambda x: x[1], default=(None, False)
+        )
         upcast = next((origin.upcast for origin in known if origin.upcast is not None), None)
         are_weights = all(origin is not None and origin.is_weight for origin in operands)
         if path and not are_weights:
             asked_for = [origin.upcast for origin in known if origin.is_on_purpose()]
             if asked_for:
                 path, upcast = None, asked_for[0]
-            elif name in _PRODUCTS and not gains_nothing(eqn):
-                self.found.setdefault(path, eqn)
+            elif name in _PRODUCTS and any(is_wide(dtype_of(x)) for x in atoms) and not gains_nothing(eqn):
+                self.found.setdefault(path, (eqn, in_half))
             # Other float32 data would make the result float32 in any case.
             others = (x for x, origin in zip(atoms, operands, strict=True) if origin is None)
-            if name not in _ELEMENTWISE or any(is_wide(dtype_of(x)) for x in others):
+            if in_half or name not in _ELEMENTWISE or any(is_wide(dtype_of(x)) for x in others):
                 path = None
         is_known = path or upcast is not None or are_weights
-        return [_Origin(path, upcast, are_weights) if is_known else None] * len(eqn.outvars)
+        return [_Origin(path, upcast, are_weights, in_half) if is_known else None] * len(eqn.outvars)
+
+
+def _stored(path: str, variable: Any) -> _Origin:
+    return _Origin(path, is_weight=True, in_half=is_half(dtype_of(variable)))
 
 
 def _origin(origins: dict[Any, _Origin], atom: Any) -> _Origin | None:
