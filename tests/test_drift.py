@@ -461,6 +461,21 @@ def test_an_overflow_that_makes_ties_is_named_and_a_mask_is_not(pick, masked):
     assert any("overflows" in row.note for row in found.contributions) != masked
 
 
+def test_powers_round_as_often_as_they_multiply():
+    """The derivative of 1 / b is computed as -1 / (b * b): 0 in float16 where b is above 256."""
+
+    def loss(w):
+        return (jnp.float16(1000) / (300 * w.astype(HALF))).astype(jnp.float32).sum()
+
+    w = jnp.linspace(0.5, 1.5, 8)
+    compiled, exact = jax.jit(jax.grad(loss))(w), -1000 / (300 * w**2)
+    found = jmpp.drift(loss, w)
+    assert found.error == pytest.approx(np.linalg.norm(compiled - exact) / np.linalg.norm(exact), rel=0.01)
+    assert found.error > 0.1
+    assert not found.is_normal
+    assert found.contributions[0].operation == "integer_pow"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mul", "add", "nested"])
 def test_an_overflow_in_a_later_trip_of_a_loop_is_named(kind):
@@ -578,31 +593,6 @@ def test_updates_that_float32_adds_up_are_lost_in_half_parameters_unless_a_state
 
     _, state = step(params, tx.init(params), X[:8, :4])
     assert ("lost, in result/0" in jmpp.drift(step, params, state, X[:8, :4], grad=False).verdict) == is_lost
-
-
-@pytest.mark.slow
-def test_errors_that_cancel_within_a_line_are_not_the_module_befores():
-    """A difference of two sines: both have the error of what they are given."""
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = jnp.tanh(nn.Dense(16, name="first")(x))
-            return nn.Dense(4, name="last")(Part(name="part")(x))
-
-    class Part(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return (jnp.sin(x + 1e-3) - jnp.sin(x)) / 1e-3
-
-    x = jax.random.normal(jax.random.key(0), (32, 16))
-    params = Net().init(jax.random.key(1), x)
-    half = jmpp.wrap(Net(), "mixed_float16")
-    found = jmpp.drift(lambda p: jnp.square(half.apply(p, x).astype(jnp.float32) - 1).mean(), params)
-    assert found.error > 0.02
-    assert found.contributions[0].module == "Net/part"
-    assert dict(found.rule) == {"part": "float32"}
-    assert found.error_after < found.error / 10
 
 
 def test_a_number_that_half_makes_one_is_rounded_where_it_is_added():
@@ -862,7 +852,20 @@ def test_a_result_that_is_zero_in_float32_alone_is_wrong_and_not_infinite():
     assert [result.error for result in found.results[1:]] == [1.0, 1.0]
     assert found.results[1].largest == 1.0
     assert "not finite" not in found.verdict
-    assert found.error == pytest.approx(0.5**0.5, rel=1e-3)  # Rounding leaves the last of zero.
+    assert found.error == pytest.approx((2 / 3) ** 0.5, rel=1e-3)
+
+
+def test_a_residual_beside_large_state_is_compared():
+    """The parts of a state have units of their own: a small one is not rounding of a large one."""
+
+    def step(state, x):
+        h = x.astype(HALF) * state["w"].astype(HALF)
+        residual = h.astype(jnp.float32) - x * state["w"]
+        return {"w": state["w"], "count": state["count"] + 1, "residual": residual}
+
+    state = {"w": jnp.linspace(100, 103.0, 8), "count": jnp.int32(100_000)}
+    with pytest.raises(AssertionError, match="result/residual is off by 1, and may be by 0.001"):
+        jmpp.assert_drift(step, state, jnp.linspace(1, 3, 8), grad=False, rtol=1e-3)
 
 
 @pytest.mark.slow
@@ -926,7 +929,7 @@ def test_carries_are_measured_at_the_end_of_the_trip_before(reverse):
     xs = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)), jnp.float32)
     w = jnp.linspace(0.1, 0.9, 5)
     jaxpr = jax.make_jaxpr(loss_fn)(w, xs)
-    comparison = Comparison(jaxpr, "operation")
+    comparison = Comparison(jaxpr, True)
     _, measured, *_ = jax.jit(comparison)([w, xs])
     (carry,) = (n for n, node in enumerate(comparison.nodes) if node.operation == "carry")
     half, exact, wanted = w.astype(jnp.bfloat16).astype(jnp.float32), w, []
@@ -934,27 +937,6 @@ def test_carries_are_measured_at_the_end_of_the_trip_before(reverse):
         wanted.append(float(jnp.square(half - exact).sum()))
         half, exact = jnp.tanh(half * w + x).astype(HALF).astype(jnp.float32), jnp.tanh(exact * w + x)
     assert measured[carry].total == pytest.approx(wanted[::-1] if reverse else wanted, rel=1e-3)
-
-
-def test_what_is_measured_quickly_is_measured_again_where_it_must_be():
-    def gradients(scale, x):
-        def loss_fn(w):
-            return scale * jnp.sin((x @ w).astype(HALF).astype(jnp.float32)).sum()
-
-        return jax.value_and_grad(loss_fn)(W)
-
-    def run(quick, *args):
-        jaxpr = jax.make_jaxpr(gradients)(*args)
-        comparison = Comparison(jaxpr, "module", quick=quick)
-        compared, measured, *_ = jax.device_get(jax.jit(comparison)(args))
-        return list(map(float, compared[1])), comparison.is_reliable(compared, measured)
-
-    (quick, is_reliable), (slow, _) = run(True, jnp.float32(1), X), run(False, jnp.float32(1), X)
-    assert is_reliable
-    assert quick == pytest.approx(slow, rel=1e-5)
-    # Gradients whose squares float32 cannot hold, and an overflow.
-    assert not run(True, jnp.float32(1e-18), X)[1]
-    assert not run(True, jnp.float32(1), X.at[0, 0].set(1e6))[1]
 
 
 def test_what_is_multiplied_in_one_line_has_the_error_of_each_factor():

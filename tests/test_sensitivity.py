@@ -337,6 +337,14 @@ def test_models_that_keep_a_policy_of_their_own_are_refused(policy):
         jmpp.sensitivity(lambda p: model.apply(p, jnp.ones((1, 3))).sum(), params)
 
 
+def test_a_model_that_the_loss_merges_is_to_be_an_argument():
+    graph, state = nnx.split(nnx.Linear(12, 8, rngs=nnx.Rngs(0)))
+    with pytest.raises(
+        ValueError, match=r"Linear is made inside\. Give it the model: sensitivity\(lambda model"
+    ):
+        jmpp.sensitivity(lambda state, x: nnx.merge(graph, state)(x).sum(), state, X)
+
+
 @pytest.mark.once
 def test_batches_are_averaged():
     zeros, aux = jnp.zeros_like(X), lambda params, x: (loss_fn(params, x), x)

@@ -92,7 +92,7 @@ def look_rows(model: str) -> list[dict[str, Any]]:
 
 
 DRIFT_REPEATS = 7
-DETAILS = ("result", "module", "operation")
+DETAILS = {"result": False, "module": True}
 
 
 def programs(bare: Any, batch: Any) -> tuple[dict[str, Any], Any]:
@@ -105,8 +105,8 @@ def programs(bare: Any, batch: Any) -> tuple[dict[str, Any], Any]:
 
     jaxpr = jax.make_jaxpr(functools.partial(step, half))(state.params)
     found = {"float32": functools.partial(step, bare), "mixed_float16": functools.partial(step, half)}
-    for detail in DETAILS:
-        comparison = Comparison(jaxpr, detail, quick=detail != "result")
+    for detail, measures in DETAILS.items():
+        comparison = Comparison(jaxpr, measures)
         found[f"drift, {detail}"] = lambda params, c=comparison: c(jax.tree.leaves(params))
     return found, state.params
 

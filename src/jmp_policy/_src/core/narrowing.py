@@ -14,6 +14,7 @@ from jax import lax
 
 _SIGN = np.uint32(0x8000_0000)
 _INFINITY = np.uint32(0x7F80_0000)
+_LEADING = np.uint32(0x0080_0000)
 
 #: Random bits with which `rounded` goes towards zero, and away from it.
 TOWARDS_ZERO, AWAY_FROM_ZERO = np.uint32(0), np.uint32(0xFFFF_FFFF)
@@ -52,7 +53,8 @@ def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
         drop = jnp.clip(np.uint32(spare + 127 + info.minexp) - (magnitude >> 23), drop, np.uint32(23))
         drop = jnp.where(magnitude >= _pattern(info.smallest_normal), np.uint32(spare), drop)
     mask = (np.uint32(1) << drop) - np.uint32(1)
-    carry = (mask >> 1) + ((magnitude >> drop) & np.uint32(1)) if bits is None else bits & mask
+    last = (magnitude | _LEADING) >> drop & np.uint32(1)  # The last bit that is kept.
+    carry = (mask >> 1) + last if bits is None else bits & mask
     new = (magnitude + carry) & ~mask
     if not reaches_as_low:
         smallest = info.smallest_subnormal
@@ -64,7 +66,7 @@ def rounded(x: jax.Array, dtype: Any, bits: Any = None) -> jax.Array:
         largest + (np.uint32(1) << np.uint32(spare - 1)) + (~largest >> np.uint32(spare) & np.uint32(1))
     )
     new = jnp.where(new > largest, jnp.where(magnitude >= midpoint, beyond, largest), new)
-    new = jnp.where(magnitude >= _INFINITY, jnp.maximum(magnitude, beyond), new)
+    new = jnp.where(magnitude > _INFINITY, magnitude, new)
     return lax.bitcast_convert_type(sign | new, jnp.float32)
 
 

@@ -11,19 +11,14 @@ result is rounded::
 So the two parts add up to the whole error, element by element. Rounding once is what hardware does: products
 accumulate in float32, and elementwise operations are computed there. Sums in half, which round each partial
 sum, run as they were traced. Until the first rounding one run suffices.
-
-What one line of the source does with few operations that are cheap is a region, measured as one: inside it
-`wide` goes on from `wide`, not from `half`. A softmax or a layer's product with its bias is one such region.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
@@ -39,7 +34,7 @@ from jmp_policy._src.jaxpr.walk import Site, Walk
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.primitive import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_of_float8
-from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, squares
+from jmp_policy._src.report.drift.recorder import Measured, Node, Recorder, difference, finite, squares, unit
 from jmp_policy._src.report.drift.twins import Twin, TwinCarries, as_written, cond, held, same
 
 
@@ -48,7 +43,6 @@ class TwinEvaluation(Interpreter):
 
     Args:
       recorder: takes note of the values that differ.
-      every_operation: whether every operation is measured for itself, and there are no regions.
       written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
       cast: of casts of arguments to half, the argument, as of `_uses_of_arguments`.
     """
@@ -56,13 +50,10 @@ class TwinEvaluation(Interpreter):
     def __init__(
         self,
         recorder: Recorder,
-        every_operation: bool,
         written: Mapping[tuple[int, int], float],
         cast: Mapping[int, int | None],
     ):
-        self.recorder, self._cast = recorder, cast
-        self._every_operation = every_operation
-        self._written = written
+        self.recorder, self._cast, self._written = recorder, cast, written
 
     def at(self, eqn: Any, around: Site) -> Site:
         """The site of an operation."""
@@ -153,18 +144,10 @@ class TwinEvaluation(Interpreter):
             ]
         if not differs and not any(rounds):
             return list(map(same, exact))
-        region = None if self._every_operation else (where.path, where.line, where.backward)
-        within = [t.region is not None and t.region == region for t in values]
-        wide = computed
-        if eqn.primitive.name in _COSTLY:
-            within = [False] * len(values)
-        if any(within):
-            entering = [t.wide if inside else t.half for t, inside in zip(values, within, strict=True)]
-            wide = replay_equation(eqn, entering)
         half = [held(value, var) for value, var in zip(half, eqn.outvars, strict=True)]
-        lost = _lost(eqn, values, within)
-        made = [Twin(half[i], exact[i], None, wide[i], region, lost) for i in range(len(rounds))]
-        return [self._result(eqn, where, values, within, i, made[i], one) for i, one in enumerate(rounds)]
+        lost = None if formats_of(eqn) is None else lost_in_float8(eqn, [twin.half for twin in values])
+        rows = enumerate(zip(half, computed, exact, rounds, strict=True))
+        return [self._result(eqn, where, values, i, row, lost) for i, row in rows]
 
     def _as_written(self, eqn: Any, place: int, twin: Twin, where: Site) -> Twin:
         """An operand; a constant that half precision made another number is the written one in float32."""
@@ -179,41 +162,21 @@ class TwinEvaluation(Interpreter):
         return Twin(half, exact, self.recorder.add(node, half, exact, exact))
 
     def _result(
-        self, eqn: Any, site: Site, twins: Sequence[Twin], within: Sequence[bool], i: int, made: Twin,
-        rounds: bool,
-    ) -> Twin:  # fmt: skip
-        """One result of an operation with its node; `made` is what it has become."""
+        self, eqn: Any, site: Site, twins: Sequence[Twin], i: int, row: tuple[Any, Any, Any, bool], lost: Any
+    ) -> Twin:
+        """One result of an operation with its node."""
+        half, wide, exact, rounds = row
         passed = _passed_on(eqn, twins, i)
         if passed is not None and not rounds:
-            # A view of what is in another region begins none: its node has the sources of that one.
-            made = made if within[_viewed(eqn, i)] else Twin(made.half, made.exact)
-            return made._replace(node=passed)
-        nodes, sources = self.recorder.nodes, dict[int, None]()
-        pairs = [(t.node, inside) for t, inside in zip(twins, within, strict=True) if t.node is not None]
-        operands = tuple(dict.fromkeys(pairs))
-        for number, inside in operands:
-            sources.update(dict.fromkeys(nodes[number].sources if inside else (number,)))
-        before = [nodes[number] for number, inside in operands if inside]
-        var = eqn.outvars[i]
-        name, dtype, argument = eqn.primitive.name, _computed_in(eqn, var), self._cast.get(id(eqn))
-        is_sum = name in _REDUCES and is_half(dtype)
+            return Twin(half, exact, passed)
+        sources = tuple(dict.fromkeys(twin.node for twin in twins if twin.node is not None))
+        var, name = eqn.outvars[i], eqn.primitive.name
+        is_sum = name in _REDUCES and is_half(ir.dtype_of(var))
         terms = walk.size(eqn.invars[0]) // max(walk.size(var), 1) if is_sum else 1
-        # A region is called by what rounds most in it.
-        named = max(before, key=_weight, default=None)
-        if named is not None and (not rounds or _weight(named) > (terms, name in _PRODUCTS)):
-            name, dtype, terms, argument = named.operation, named.dtype, named.terms, named.argument
-        rounds = rounds or any(node.rounds for node in before)
-        note = _NOT_INSIDE.get(calls.kind_of(eqn), "")
-        joins = operands if before and len(sources) > 1 else ()
-        adds = eqn.primitive.name in _ADDS
-        node = Node(site, name, dtype, terms, tuple(sources), rounds, adds, note, joins, argument)
-        operation = eqn.primitive.name
-        number = self.recorder.add(node, made.half, made.wide, made.exact, made.lost, operation, twins)
-        return made._replace(node=number)
-
-
-def _weight(node: Node) -> tuple[int, bool]:
-    return node.terms if node.rounds else 0, node.operation in _PRODUCTS
+        note, argument = _NOT_INSIDE.get(calls.kind_of(eqn), ""), self._cast.get(id(eqn))
+        dtype, adds = _computed_in(eqn, var), name in _ADDS
+        node = Node(site, name, dtype, terms, sources, rounds, adds, note, argument)
+        return Twin(half, exact, self.recorder.add(node, half, wide, exact, lost, twins))
 
 
 def _runs_as_traced(eqn: Any) -> bool:
@@ -222,6 +185,9 @@ def _runs_as_traced(eqn: Any) -> bool:
     if name in _ACCUMULATES:
         return any(is_half(ir.dtype_of(var)) for var in eqn.outvars)
     is_opaque = is_foreign(name) or bool(calls.inner_jaxprs(eqn))
+    if name == "integer_pow" and is_half(ir.dtype_of(eqn.outvars[0])):
+        # Repeated multiplication: 1 / (b * b), the derivative of a division, is 0 where b * b is infinite.
+        return not -1 <= eqn.params["y"] <= 2
     is_scaled = formats_of(eqn) is not None
     return name == "reduce_precision" or is_scaled or (is_opaque and holds_half(eqn))
 
@@ -232,15 +198,6 @@ def _computed_in(eqn: Any, out: Any) -> Any:
     if formats is None:
         return ir.dtype_of(out)
     return max(map(jnp.dtype, formats), key=lambda dtype: jnp.finfo(dtype).eps)
-
-
-def _lost(eqn: Any, twins: Sequence[Twin], within: Sequence[bool]) -> Any:
-    """What rounding to float8 lost in the region of an operation so far; None without float8."""
-    found = [twin.lost for twin, inside in zip(twins, within, strict=True) if inside]
-    found = [lost for lost in found if lost is not None]
-    if formats_of(eqn) is not None:
-        found.append(lost_in_float8(eqn, [twin.half for twin in twins]))
-    return sum(found) if found else None
 
 
 def _is_exact(eqn: Any, i: int, dtype: Any) -> bool:
@@ -273,13 +230,10 @@ _NOT_INSIDE: Mapping[Kind | None, str] = {
 }
 
 _EXACT, _ADDS = HAVING[Trait.EXACT], HAVING[Trait.ADDS] | {"carry"}
-_PRODUCTS, _ACCUMULATES, _REDUCES = map(HAVING.__getitem__, (Trait.PRODUCT, Trait.ACCUMULATES, Trait.REDUCES))
+_ACCUMULATES, _REDUCES = HAVING[Trait.ACCUMULATES], HAVING[Trait.REDUCES]
 
 _VIEWS = HAVING[Trait.VIEW] - {"reduce_precision"}
 _ADDITIONS = HAVING[Trait.ADDITION]
-
-#: Not done again for the sake of a region.
-_COSTLY = HAVING[Trait.COSTLY] | _PRODUCTS | HAVING[Trait.KERNEL] | _ACCUMULATES
 
 
 class Compared(NamedTuple):
@@ -355,10 +309,8 @@ class Comparison:
 
     Args:
       jaxpr: closed.
-      detail: "operation" to measure everything at each operation, "module" where values leave modules,
-        "result" for nothing but the results.
+      measures: whether to measure at each operation, and not only the results.
       written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
-      quick: whether to measure in less time. Then `is_reliable` says whether it has to be done again without.
 
     Attributes:
       nodes: values at which the runs may differ.
@@ -368,25 +320,19 @@ class Comparison:
     def __init__(
         self,
         jaxpr: Any,
-        detail: str,
+        measures: bool,
         written: Mapping[tuple[int, int], float] = MappingProxyType({}),
-        *,
-        quick: bool = False,
     ):
-        self._jaxpr, self._every = jaxpr, detail == "operation"
+        self._jaxpr = jaxpr
         types = [var.aval for var in open_jaxpr(jaxpr).invars]
-        self._written, self._errors = written, Errors(quick)
+        self._written = written
         self._cast, updated = _uses_of_arguments(Walk(jaxpr), [aval.dtype for aval in types])
         halves = [is_half(ir.dtype_of(var)) for var in open_jaxpr(jaxpr).outvars]
         self._updated = {i: of for i, of in updated.items() if halves[i]}
         self.nodes: list[Node] = []
         self.results: list[int | None] = []
-        jax.eval_shape(lambda *arrays: self._run(arrays, {})[1], *types)
-        self._wanted: Mapping[int, Set[str]] = {}
-        if detail == "operation":
-            self._wanted = dict.fromkeys(_used(self.nodes, self.results), frozenset(Measured._fields))
-        elif detail == "module":
-            self._wanted = _of_modules(self.nodes, self.results)
+        jax.eval_shape(lambda *arrays: self._run(arrays, set())[1], *types)
+        self._wanted = _used(self.nodes, self.results) if measures else set()
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         """What was measured, for each result and by node, the first result in float32, and changes.
@@ -399,94 +345,40 @@ class Comparison:
         for i, arguments in self._updated.items():
             exact, before = outs[i].exact, [arrays[index] for index in arguments]
             same_shape = [array for array in before if jnp.shape(array) == jnp.shape(exact)]
-            found = [squares(self._errors.difference(exact, array)) for array in same_shape]
+            found = [squares(difference(exact, array)) for array in same_shape]
             if found:
                 changes[i] = jnp.min(jnp.stack(found))
         return compared, measured, outs[0].exact if outs else None, changes
 
-    def is_reliable(self, compared: Sequence[Compared], measured: Mapping[int, Measured]) -> bool:
-        """Whether quick measurements, on the host, are those that slow ones would be."""
-        finite = all(np.isfinite(found).all() for found in jax.tree.leaves((compared, measured)))
-        exact = [np.asarray(at.exact) for at in (*measured.values(), *compared) if at.exact is not None]
-        return finite and not any(((x > 0) & (x < LEAST)).any() for x in exact)
-
     def unit_of(self, number: int) -> float:
         """What the errors of a node are multiplied by when they are measured."""
-        return self._errors.unit(self.nodes[number].site.backward)
+        return unit(self.nodes[number].site.backward)
 
     def _compared(self, twin: Twin) -> Compared:
-        error = self._errors.difference(twin.half, twin.exact)
-        half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
+        error = difference(twin.half, twin.exact)
+        half, exact = (squares(finite(value)) for value in (twin.half, twin.exact))
         return Compared(squares(error), exact, half, jnp.max(jnp.abs(error), initial=0.0))
 
-    def _run(self, arrays: Sequence[Any], wanted: Mapping[int, Set[str]]) -> tuple[list[Twin], Any]:
-        recorder = Recorder(wanted, self._errors)
-        evaluation = TwinEvaluation(recorder, self._every, self._written, self._cast)
+    def _run(self, arrays: Sequence[Any], wanted: Set[int]) -> tuple[list[Twin], Any]:
+        recorder = Recorder(wanted)
+        evaluation = TwinEvaluation(recorder, self._written, self._cast)
         outs = evaluation.run(self._jaxpr, [same(array) for array in arrays], Site())
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
         return outs, recorder.measured
 
 
-def _of_modules(nodes: Sequence[Node], results: Sequence[int | None]) -> dict[int, set[str]]:
-    """What is measured of which nodes: what shares take, and everything of what leaves modules."""
-    used, carried = _used(nodes, results), carried_on(nodes)
-    wanted: dict[int, set[str]] = defaultdict(set)
-    for number in used:
-        if nodes[number].rounds:
-            wanted[number] |= {"introduced", "inherited", "exact"}
-        if number in carried:
-            wanted[number].add("total")
-    for number in _used(nodes, results, within_regions=True):
-        node = nodes[number]
-        operands = node.operands or tuple((source, False) for source in node.sources)
-        if len(operands) < 2:
-            continue
-        for operand, is_inside in operands:
-            if is_inside and not node.adds:
-                wanted[operand] |= {"inherited" if nodes[operand].rounds else "total", "exact"}
-            elif is_inside and number not in used and nodes[operand].operation not in _COSTLY:
-                wanted[operand] |= {"total"}
-            for source in nodes[operand].sources if is_inside else (operand,):
-                wanted[source] |= {"introduced", "inherited"} if nodes[source].rounds else {"total"}
-                wanted[source].add("exact")
-    for number in _leaving(nodes, results) & used:
-        wanted[number] |= _EVERYTHING
-    return dict(wanted)
-
-
-_EVERYTHING = frozenset(Measured._fields) - {"vanished"}
-
-
-def _used(nodes: Sequence[Node], results: Sequence[int | None], *, within_regions: bool = False) -> set[int]:
-    """The nodes that results depend on; those within regions too, if asked for."""
-    used: set[int] = set()
-    ahead = {number for number in results if number is not None}
+def _used(nodes: Sequence[Node], results: Sequence[int | None]) -> set[int]:
+    """The nodes that results depend on."""
+    used, ahead = set[int](), {number for number in results if number is not None}
     while ahead:
         used |= ahead
-        inner = {n for number in ahead for n, _ in nodes[number].operands} if within_regions else set()
-        ahead = (inner | {source for number in ahead for source in nodes[number].sources}) - used
+        ahead = {source for number in ahead for source in nodes[number].sources} - used
     return used
 
 
 def carried_on(nodes: Sequence[Node]) -> set[int]:
     """The nodes that begin a carry, or are carried into the next trip."""
     return {source for node in nodes if node.operation == "carry" for source in node.sources}
-
-
-def _leaving(nodes: Sequence[Node], results: Sequence[int | None]) -> set[int]:
-    """The results, and the values that another module reads, or the other pass.
-
-    A forward value that only the backward pass reads is left out where its module has others.
-    """
-    found = {number for number in results if number is not None}
-    only_backward: set[int] = set()
-    for node in nodes:
-        for source in node.sources:
-            if group_of(node) != group_of(nodes[source]):
-                is_other_pass = node.site.backward and not nodes[source].site.backward
-                (only_backward if is_other_pass else found).add(source)
-    with_others = {group_of(nodes[number]) for number in found if is_floating(nodes[number])}
-    return found | {n for n in only_backward if group_of(nodes[n]) not in with_others}
 
 
 def is_floating(node: Node) -> bool:

@@ -1,7 +1,6 @@
 """Compares a half-precision function with its float32 replay, and says where the difference is introduced."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,7 +76,7 @@ def drift(
       model of rounding.
     """
     with progress.showing("drift"):
-        found, function, is_odd = _measured(fn, args, grad, detail, scale, has_aux, **kwargs)
+        found, function = _measured(fn, args, grad, detail, scale, has_aux, **kwargs)
         if not found.is_loss:
             return found
         loss_scale = float(as_loss_scale(scale).loss_scale)
@@ -92,7 +91,7 @@ def drift(
                 found = dataclasses.replace(found, cause=cause, tried=seen.tried)
                 return found if best is None else _mended(found, best)
         mending = Mending(function, loss_scale, has_aux)
-        if not (is_odd or found.is_worth_a_rule):
+        if not found.is_worth_a_rule:
             kept = mending.keeping(found.constants)
             return found if kept is None else _mended(found, kept)
         named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= findings.NAMED))
@@ -143,7 +142,7 @@ def _error_under(policy: PolicyMap | None, function: Function, scale: Any, has_a
     with without_overflow_warnings(), TRIAL(policy):
         jaxpr, lost, *_ = _traced(function, True, float(as_loss_scale(scale).loss_scale), has_aux)
     with without_overflow_warnings():
-        compared, *_ = compiled_quickly(Comparison(jaxpr, "result", lost.numbers))(function.arrays)
+        compared, *_ = compiled_quickly(Comparison(jaxpr, False, lost.numbers))(function.arrays)
     whole = _added([Compared(*map(_on_host, result)) for result in compared[2:]])
     return _result("", whole, 1.0).error
 
@@ -157,8 +156,8 @@ def _measured(
     scale: Any = 1.0,
     has_aux: bool = False,
     **kwargs: Any,
-) -> tuple[Drift, Function, bool]:
-    """The report before any rule was tried, the function, and whether its lines round more than expected."""
+) -> tuple[Drift, Function]:
+    """The report before any rule was tried, and the function."""
     if detail not in ("module", "operation"):
         raise ValueError(f"drift has rows per 'module' or per 'operation'; got detail={detail!r}.")
     function = as_function(fn, args, kwargs, "drift")
@@ -169,17 +168,11 @@ def _measured(
     with without_overflow_warnings():
         jaxpr, lost, names, is_loss = _traced(function, grad, loss_scale, has_aux)
         cotangent = float(first_cotangent(jaxpr.out_avals[0].dtype, loss_scale)) if is_loss else 1.0
-        as_report = functools.partial(_report, function, lost, names, is_loss, cotangent, detail)
-        found = as_report(*_run(jaxpr, lost, detail, function.arrays))
-        is_odd = detail == "module" and math.isfinite(found.error) and not found.is_normal
-        if is_odd:
-            # A line that is measured as one is expected to round once, however much it does.
-            with progress.interruptible("operations of a line were not told apart"):
-                apart = as_report(*_run(jaxpr, lost, "operation", function.arrays))
-                # Errors that cancel within a line do not where its operations are measured one by one.
-                first, second = ([row.module for row in f.contributions[:1]] for f in (found, apart))
-                found = apart if first == second else found
-    return found, function, is_odd
+        comparison = Comparison(jaxpr, True, lost.numbers)
+        progress.step("comparing both precisions")
+        outcome = jax.device_get(compiled_quickly(comparison)(function.arrays))
+        found = _report(function, lost, names, is_loss, cotangent, detail, comparison, outcome)
+    return found, function
 
 
 def _report(
@@ -227,30 +220,6 @@ def _report(
     )
 
 
-def _run(jaxpr: Any, lost: LostConstants, detail: str, arrays: Sequence[Any]) -> tuple[Comparison, Any]:
-    """A comparison, and what it gave on the host."""
-    known: list[Any] = []
-    with progress.interruptible("small errors may be wrong", known):
-        for quick in (True, False):
-            if known and _has_infinite_causes(*known[0][1][:2]):
-                # No sum over a line tells which of its operations gave the first value that is not finite.
-                detail = "operation"
-            comparison = Comparison(jaxpr, detail, lost.numbers, quick=quick)
-            progress.step("comparing both precisions once more" if known else "comparing both precisions")
-            known.append((comparison, jax.device_get(compiled_quickly(comparison)(arrays))))
-            if quick and comparison.is_reliable(*known[-1][1][:2]):
-                break
-    return known[-1]
-
-
-def _has_infinite_causes(compared: Sequence[Compared], measured: Any) -> bool:
-    """Whether results are not finite, or far off and infinite values before them."""
-    if not all(map(np.isfinite, jax.tree.leaves(compared))):
-        return True
-    is_far_off = any(c.error > findings.WORTH_A_RULE**2 * c.exact for c in compared)
-    return is_far_off and not all(np.isfinite(x).all() for x in jax.tree.leaves(measured))
-
-
 def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: Any) -> None:
     """Asserts that a function's results are near those of float32; for test suites.
 
@@ -268,7 +237,7 @@ def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: A
       >>> import jax.numpy as jnp
       >>> assert_drift(lambda w: jnp.square(w.astype(jnp.bfloat16)).sum(), jnp.ones(3), rtol=1e-2)
     """
-    found, *_ = _measured(fn, args, **kwargs)
+    found, _ = _measured(fn, args, **kwargs)
     if found.is_loss and not math.isfinite(found.loss):
         raise AssertionError(f"The loss is {found.loss}, which says nothing of an error. {found.verdict}")
     if wrong := findings.exceeding_text(found, rtol):
@@ -318,7 +287,7 @@ def drift_metrics(
     """
     function = as_function(fn, args, kwargs, "drift_metrics")
     jaxpr, lost, _, is_loss = _traced(function, grad, as_loss_scale(scale).loss_scale, has_aux)
-    compared, *_ = Comparison(jaxpr, "result", lost.numbers)(function.arrays)
+    compared, *_ = Comparison(jaxpr, False, lost.numbers)(function.arrays)
     if not is_loss:
         errors = [_relative(c.error, c.exact) for c in compared]
         return {f"{prefix}error": jnp.max(jnp.stack([jnp.float32(0), *errors]))}
@@ -331,8 +300,8 @@ def drift_metrics(
 
 
 def _relative(error: Any, exact: Any) -> jax.Array:
-    """A relative L2 error; 0 where nothing is off, infinite where the float32 values are zero."""
-    return jnp.where(error == 0, 0, jnp.sqrt(error / exact)).astype(jnp.float32)
+    """A relative L2 error; 1 for what is zero in float32 alone."""
+    return jnp.where(exact > 0, jnp.sqrt(error / exact), error > 0).astype(jnp.float32)
 
 
 def _traced(

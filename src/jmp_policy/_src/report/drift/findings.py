@@ -391,12 +391,12 @@ def zero_but_for_rounding(results: Sequence[ResultDrift]) -> list[ResultDrift]:
     """The results that say nothing, as the gradients of a bias before a BatchNorm and of attention's keys."""
     norms = {r.name: r.norm for r in results if math.isfinite(r.norm)}
     # The parts of a state have units of their own: a small one may be right.
-    enough = 0.0 if norms.pop("the loss", None) is not None else _FAR_OFF
-    whole = math.hypot(*norms.values())
+    is_loss = norms.pop("the loss", None) is not None
+    enough, whole = 0.0 if is_loss else _FAR_OFF, math.hypot(*norms.values())
 
     def says_nothing(result: ResultDrift) -> bool:
         if not result.norm:
-            return 0 < result.largest < _ROUNDING_OF_HALF * whole
+            return is_loss and 0 < result.largest < _ROUNDING_OF_HALF * whole
         return result.norm < _ROUNDING * whole and enough < result.error < math.inf
 
     return list(filter(says_nothing, results))

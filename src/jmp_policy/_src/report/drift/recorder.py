@@ -4,8 +4,7 @@ A node is a value that differs. Its sources are the nodes that it was computed f
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -26,45 +25,30 @@ _BACKWARD_UNIT = 2.0**32
 #: From here on a float32 number that is 0 in the half run is not one that was too small for half precision.
 VANISHED = 1e-6
 
-#: A sum of squares below this may have lost some. Those of errors are smaller, and float32 ends at 1e-38.
-LEAST = 1e-22
+
+def unit(backward: bool) -> float:
+    """A power of two by which errors are multiplied, of gradients or of other values."""
+    return _BACKWARD_UNIT if backward else 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """Computes errors of arrays.
+def difference(value: Any, exact: Any, unit: float = 1.0) -> Any:
+    """The error of a value in float32; none where both are equally infinite, or both NaN.
 
     Args:
-      quick: whether to take all numbers for finite, and their squares for normal numbers. Then an error is a
-        plain subtraction, which compilers put into the sum over its squares: a CPU adds it up in half the
-        time and without memory for it. Sums of other numbers are not finite, or less than `LEAST`.
+      value, exact: arrays of one shape.
+      unit: power of two that the error is multiplied by.
     """
+    if value is exact:
+        return jnp.zeros((), jnp.float32)
+    value, exact = _numbers(value), _numbers(exact)
+    same = (value == exact) | (jnp.isnan(value) & jnp.isnan(exact))
+    return jnp.where(same, 0, _times(value, unit) - _times(exact, unit))
 
-    quick: bool = False
 
-    def unit(self, backward: bool) -> float:
-        """A power of two by which errors are to be multiplied, of gradients or of other values."""
-        return _BACKWARD_UNIT if backward and not self.quick else 1.0
-
-    def difference(self, value: Any, exact: Any, unit: float = 1.0) -> Any:
-        """The error of a value in float32; none where both are equally infinite, or both NaN.
-
-        Args:
-          value, exact: arrays of one shape.
-          unit: power of two that the error is multiplied by.
-        """
-        if value is exact:
-            return jnp.zeros((), jnp.float32)
-        value, exact = _numbers(value), _numbers(exact)
-        if self.quick:
-            return _times(value - exact, unit)
-        same = (value == exact) | (jnp.isnan(value) & jnp.isnan(exact))
-        return jnp.where(same, 0, _times(value, unit) - _times(exact, unit))
-
-    def finite(self, x: Any, unit: float = 1.0) -> Any:
-        """The numbers of an array, times a unit; 0 for those that are not finite."""
-        x = _numbers(x)
-        return _times(x if self.quick else jnp.where(jnp.isfinite(x), x, 0), unit)
+def finite(x: Any, unit: float = 1.0) -> Any:
+    """The numbers of an array, times a unit; 0 for those that are not finite."""
+    x = _numbers(x)
+    return _times(jnp.where(jnp.isfinite(x), x, 0), unit)
 
 
 def squares(x: Any) -> Any:
@@ -101,8 +85,6 @@ class Node:
       rounds: whether the operation itself may introduce an error.
       adds: whether the errors of its operands add up as they are; else relative to each operand.
       note: what to say of it where it introduces an error.
-      operands: of an operation that goes on with a region that has several sources, its operands that differ,
-        each with whether it is in that region; else none.
       argument: of a cast of an argument of the program, its index.
     """
 
@@ -114,7 +96,6 @@ class Node:
     rounds: bool
     adds: bool
     note: str = ""
-    operands: tuple[tuple[int, bool], ...] = ()
     argument: int | None = None
 
 
@@ -147,8 +128,7 @@ class Recorder:
     """Keeps the nodes of a program, and the measurements of those that are wanted.
 
     Args:
-      wanted: by node, which fields of `Measured` are; nothing is measured of other nodes.
-      errors: how errors are computed.
+      wanted: the numbers of the nodes that are measured.
 
     Attributes:
       wanted: as given; empty while nodes are not those of the end.
@@ -156,10 +136,10 @@ class Recorder:
       measured: by node.
     """
 
-    def __init__(self, wanted: Mapping[int, Container[str]], errors: Errors):
+    def __init__(self, wanted: Set[int]):
         self.nodes: list[Node] = []
         self.measured: dict[int, Measured] = {}
-        self.wanted, self._errors = wanted, errors
+        self.wanted = wanted
 
     def add(
         self,
@@ -168,7 +148,6 @@ class Recorder:
         wide: Any,
         exact: Any,
         lost: Any = None,
-        operation: str = "",
         operands: Sequence[Any] = (),
     ) -> int:
         """Adds a node, measures it if that is wanted, and returns its number.
@@ -179,49 +158,50 @@ class Recorder:
           wide: what the operation gives in float32 for the operands that the program has there.
           exact: its value in the float32 run.
           lost: what rounding operands to float8 lost; None without float8.
-          operation: the primitive that gave it, which need not be the one that the node is called by.
           operands: the twins that this read, element by element where they have the value's shape.
         """
         self.nodes.append(node)
         number = len(self.nodes) - 1
         if number not in self.wanted:
             return number
-        fields = self.wanted[number]
-        unit = self._errors.unit(node.site.backward)
-        difference = functools.partial(self._errors.difference, unit=unit)
-        error, terms = difference(half, exact), dict[str, Any]()
-        if "introduced" in fields and node.rounds:
-            terms["introduced"] = difference(half, wide)
+        times = unit(node.site.backward)
+        error, terms = difference(half, exact, times), dict[str, Any]()
+        if node.rounds:
+            terms["introduced"] = difference(half, wide, times)
         # What is computed from values that are equal in both runs has nothing to inherit.
-        if "inherited" in fields and node.rounds and node.sources:
-            terms["inherited"] = difference(wide, exact)
-        if "total" in fields and (node.sources or not node.rounds):
+        if node.rounds and node.sources:
+            terms["inherited"] = difference(wide, exact, times)
+        if node.sources or not node.rounds:
             terms["total"] = error
-        if "exact" in fields:
-            terms["exact"] = self._errors.finite(exact, unit)
-        if "vanished" in fields:
-            vanished = (half == 0) & (jnp.abs(exact) > VANISHED) if is_floating(node.dtype) else False
-            for i, twin in enumerate(operands):
-                is_other_shape = jnp.shape(twin.half) != jnp.shape(half)
-                if twin.node is None or (is_other_shape and operation not in _RANKS):
-                    continue
-                infinite = jnp.isinf(_numbers(twin.half)) & jnp.isfinite(_numbers(twin.exact))
-                if is_other_shape:
-                    # Any may be what was picked in place of another; a mask has the other sign.
-                    infinite = jnp.any(infinite & (twin.half < 0 if operation == "argmin" else twin.half > 0))
-                elif operation == "select_n":
-                    infinite &= operands[0].exact == i - 1  # What float32 does not take does not matter.
-                elif operation in _BOUNDED:
-                    infinite &= _numbers(twin.exact) == _numbers(exact)
-                vanished |= infinite
-            terms["vanished"] = self._errors.finite(jnp.where(vanished, error, 0))
-        names = [*terms, "largest"] if "largest" in fields else list(terms)
-        sums = totals(list(map(_square, terms.values())), jnp.abs(error) if "largest" in fields else None)
-        found = {"lost": lost, **dict(zip(names, sums, strict=True))}
-        if "total" in fields:
-            found.setdefault("total", found.get("introduced"))
+        terms["exact"] = finite(exact, times)
+        vanished = _vanished(node, half, exact, operands)
+        terms["vanished"] = finite(jnp.where(vanished, error, 0))
+        sums = totals(list(map(_square, terms.values())), jnp.abs(error))
+        found = {"lost": lost, **dict(zip([*terms, "largest"], sums, strict=True))}
+        found.setdefault("total", found.get("introduced"))
         self.measured[number] = Measured(*map(found.get, Measured._fields))
         return number
+
+
+def _vanished(node: Node, half: Any, exact: Any, operands: Sequence[Any]) -> Any:
+    """Which elements of a value are 0 in half, though not too small for it, or made of something infinite."""
+    found = (half == 0) & (jnp.abs(exact) > VANISHED) if is_floating(node.dtype) else False
+    for i, twin in enumerate(operands):
+        is_alike, ranks = jnp.shape(twin.half) == jnp.shape(half), node.operation in _RANKS
+        on_other_mesh = jax.typeof(twin.half).sharding.mesh != jax.typeof(half).sharding.mesh
+        if twin.node is None or on_other_mesh or not (is_alike or ranks):
+            continue
+        infinite = jnp.isinf(_numbers(twin.half)) & jnp.isfinite(_numbers(twin.exact))
+        if not is_alike:
+            # Any may be what was picked in place of another; a mask has the other sign.
+            first = twin.half < 0 if node.operation == "argmin" else twin.half > 0
+            infinite = jnp.any(infinite & first)
+        elif node.operation == "select_n":
+            infinite &= operands[0].exact == i - 1  # What float32 does not take does not matter.
+        elif node.operation in _BOUNDED:
+            infinite &= _numbers(twin.exact) == _numbers(exact)
+        found |= infinite
+    return found
 
 
 def on_host(measured: Mapping[int, Measured], unit_of: Callable[[int], float]) -> dict[int, Measured]:

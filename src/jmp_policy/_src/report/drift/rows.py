@@ -1,7 +1,6 @@
 """Makes rows of a report from what was measured at the nodes of a program."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -62,13 +61,12 @@ class ErrorBudget:
         self._nodes, self._measured, self._is_finite = nodes, measured, is_finite
         self.is_infinite_cause, self._vanishing = self._infinite_causes()
         self._begins = self._beginning_in_loops()
-        self._parts = functools.cache(self._split)
         self._introduced = np.array([self._introduced_part(i) for i in range(len(nodes))])
         self._edges = [
             (number, source, (1 - here) * part)
             for number, here in enumerate(self._introduced)
             if nodes[number].sources and here != 1
-            for source, part in self._parts(number).items()
+            for source, part in self._split(number).items()
             if part
         ]
 
@@ -176,43 +174,27 @@ class ErrorBudget:
         return 1.0 if np.isinf(here) else here / (here + before)
 
     def _split(self, number: int) -> dict[int, float]:
-        """How what a node inherits is split among its sources; within a region, operation by operation."""
-        node = self._nodes[number]
-        operands = node.operands or tuple((source, False) for source in node.sources)
-        errors = self._absolute_errors([operand for operand, _ in operands])
-        inner = [
-            i for i, (operand, inside) in enumerate(operands) if inside and operand not in self._measured
-        ]
-        if node.adds and len(inner) == 1 and number in self._measured:
-            # What the others leave of the whole.
-            others = sum(errors)
-            errors[inner[0]] = max(self.inherited(number) - others, 0.0) if np.isfinite(others) else 0.0
-        elif not node.adds:
-            found = [self.inherited(o) if inside else self._at(o).total for o, inside in operands]
-            errors = [self._relative(o, error) for (o, _), error in zip(operands, found, strict=True)]
-            zero, part = [o in self._vanishing for o, _ in operands], self._vanished_part(number)
+        """How what a node inherits is split among its sources."""
+        node, sources = self._nodes[number], self._nodes[number].sources
+        errors = self._absolute_errors(sources)
+        if not node.adds:
+            errors = [self._relative(source, self._at(source).total) for source in sources]
+            zero, part = [source in self._vanishing for source in sources], self._vanished_part(number)
             if any(zero) and part:
                 finite = [e if np.isfinite(e) else 0.0 for e in errors]
                 rest, each = (1 - part) / (sum(finite) or 1.0), part / sum(zero)
                 errors = [rest * e + each * is_zero for e, is_zero in zip(finite, zero, strict=True)]
-        elif inner:
-            outside = [self._nodes[o].sources if inside else (o,) for o, inside in operands]
-            errors = [sum(self._relative(s, self._at(s).total) for s in sources) for sources in outside]
         if len(errors) == 1 or not any(errors):
             errors = [1.0] * len(errors)
         if any(map(np.isinf, errors)):
             others = [0.0 if np.isinf(e) else e for e in errors]
             came_through = any(
-                self.is_infinite_cause[o] for (o, _), e in zip(operands, errors, strict=True) if np.isinf(e)
+                self.is_infinite_cause[s] for s, e in zip(sources, errors, strict=True) if np.isinf(e)
             )
             if not node.adds or came_through or not any(others):
                 others = [float(np.isinf(e)) for e in errors]
             errors = others
-        whole, parts = sum(errors), dict.fromkeys(node.sources, 0.0)
-        for (operand, inside), error in zip(operands, errors, strict=True):
-            for source, part in (self._parts(operand) if inside else {operand: 1.0}).items():
-                parts[source] += part * error / whole
-        return parts
+        return {source: error / sum(errors) for source, error in zip(sources, errors, strict=True)}
 
     def _absolute_errors(self, operands: Sequence[int]) -> list[float]:
         """The errors of operands; where one decides wrongly, what is taken is off by its own size."""

@@ -35,17 +35,11 @@ class Twin(NamedTuple):
       half: as the program computes it, in the dtype that it was traced in; float32 where both are one.
       exact: in float32; the very same object where the two cannot differ.
       node: number of the node that it is; None where the two cannot differ.
-      wide: what float32 gives for the half values that enter its region; None where it is in none.
-      region: module, line and direction of the operations that are measured as one.
-      lost: what rounding to float8 lost in its region, as `lost_in_float8` counts it; None without float8.
     """
 
     half: Any
     exact: Any
     node: int | None = None
-    wide: Any = None
-    region: Any = None
-    lost: Any = None
 
 
 def _flatten(twin: Twin) -> tuple[tuple[Any, ...], int | None]:
@@ -105,7 +99,7 @@ class TwinCarries(Carries):
             return [a or b.node is not None for a, b in zip(differs, self.results, strict=True)]
 
         # Nothing is measured, since the numbers of nodes may be others in the end.
-        wanted, self._recorder.wanted = self._recorder.wanted, {}
+        wanted, self._recorder.wanted = self._recorder.wanted, set()
         ir.fixed_point(self.differs, after)
         self._recorder.wanted = wanted
 

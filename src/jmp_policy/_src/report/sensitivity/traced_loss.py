@@ -121,6 +121,9 @@ class Loss:
     def _under(self, rules: PolicyMap) -> "Loss":
         if not self._traced[1]:
             return dataclasses.replace(self, call=autocast(self.call, rules))
+        given = jax.tree.leaves(
+            (self.params, self.args, dict(self.kwargs)), is_leaf=lambda value: framework_of(value) is not None
+        )
         for call, scope in self._traced[1]:
             framework = framework_of(call.module)
             policy = (framework and framework.policy_of(call.module)) or (scope and scope.rules)
@@ -128,6 +131,11 @@ class Loss:
                 raise ValueError(
                     f"{self.use} puts the float32 model under its own policies, and {call.name} is wrapped: "
                     f"it stays under {policy!r}. Call the model as it was before `wrap` in the loss."
+                )
+            if framework is not None and framework.holds_arrays and not any(map(framework_of, given)):
+                raise ValueError(
+                    f"{self.use} puts the modules among its arguments under policies, and {call.name} "
+                    f"is made inside. Give it the model: {self.use}(lambda model, ...: ..., model, ...)."
                 )
 
         @functools.wraps(self.call)
