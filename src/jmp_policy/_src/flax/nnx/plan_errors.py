@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core.classes import is_instance_of
@@ -102,15 +101,6 @@ def two_policies(first: Any, second: Any) -> ValueError:
     )
 
 
-def two_param_dtypes(first: tuple[Path, np.dtype], second: tuple[Path, np.dtype]) -> ValueError:
-    """For a parameter that the rules want stored otherwise at its second path."""
-    return ValueError(
-        f"The parameter {path_text(first[0])!r} is shared with {path_text(second[0])!r}, and the rules want "
-        f"it stored in {first[1].name} at the first and in {second[1].name} at the "
-        "second place. Give both the same param dtype."
-    )
-
-
 def wrong_dtype(
     model: Any, path: Path, variable: nnx.Variable, precision: ModulePrecision, *, others: int
 ) -> ValueError:
@@ -121,7 +111,8 @@ def wrong_dtype(
         f"The parameter {path_text(path)!r}{more} of {name_of(model)} is {stored}, but its "
         f"policy {str(precision.policy)!r} wants parameters in {precision.param_dtype.name}. Make the "
         f"module with param_dtype={precision.param_dtype.name}, or call jmp_policy.nnx.cast_params("
-        "model, policy), which casts them in place, before wrap and before the optimizer is made."
+        "model, policy), which casts them in place, before wrap and before the optimizer is made. One that "
+        "modules share needs the same param dtype in all of them."
     )
 
 

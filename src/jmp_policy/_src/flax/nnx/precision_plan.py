@@ -167,12 +167,6 @@ def make(module: Any, policy: PolicyMapLike, methods: tuple[str, ...]) -> Plan:
     plan = Plan(bare_copy(module, variables=False), rules, methods)
     if methods:
         plan_errors.check_methods(plan)
-    first: dict[int, tuple[Path, Any]] = {}
-    for path, variable, precision in plan.params():
-        here = path, precision.policy.param_dtype
-        there = first.setdefault(id(variable), here)
-        if there[1] != here[1]:
-            raise plan_errors.two_param_dtypes(there, here)
     return plan
 
 
