@@ -153,10 +153,6 @@ def opened(module: Any, precision: ModulePrecision) -> Iterator[Any]:
         yield _proxied(module, precision, run)
     finally:
         RUNS.stack = before
-        if run.containers:
-            from jmp_policy._src.flax.nnx import param_view
-
-            param_view.bring_back(run.containers)
         governed_calls.store_new(vars(module), run.known, precision)
 
 

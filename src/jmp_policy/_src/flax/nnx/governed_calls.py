@@ -32,14 +32,12 @@ class Run:
       trace: the trace that the call began in; no longer current in the body of a transform.
       proxies: every proxy handed out during the call, with the node it stands for.
       views: every view handed out, by the Variable's identity and what it is read by.
-      containers: every list, tuple or dict handed out with views in it (`param_view.Container`).
       known: the Params and modules that the module held before, and those stored since.
     """
 
     trace: Any = dataclasses.field(default_factory=_current_trace)
     proxies: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     views: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    containers: list[Any] = dataclasses.field(default_factory=list)
     known: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -12,15 +12,14 @@ casts what is read:
 Its class is a subclass of the Variable's own (`compat.view_class`), so that `isinstance(v, nnx.Param)` holds,
 and filters, metadata and methods of a user's Variable work.
 
-An object that holds Params for a module comes out as a proxy. Lists and dicts with such things in them come
-out as copies, and what is done to such a copy is repeated on the list or dict itself when the call ends.
+An object that holds Params for a module comes out as a proxy, `nnx.List` and `nnx.Dict` too. Plain lists and
+dicts with such things in them come out as copies: a method that changes one must assign it to the attribute.
 """
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -54,7 +53,7 @@ def seen(bare: type, name: str, value: Any, precision: ModulePrecision, proxied:
         spec = graph_nodes.specification(leaf)
         return proxied(leaf, precision if spec is None else spec.precision, run)
 
-    return _seen_as(value, one, run.containers)
+    return map_changed(one, value, graph_nodes.is_node)
 
 
 def _is_read_cast(bare: type, name: str, variable: nnx.Variable, precision: ModulePrecision) -> bool:
@@ -116,50 +115,6 @@ def view(variable: nnx.Variable, precision: ModulePrecision, known: dict[Any, An
             cls = _view_class(variable.var_type, precision)
         known[key] = compat.view_of(variable, cls)
     return known[key]
-
-
-#: A list, tuple or dict that was read, the copy that was handed out, and another one, to see what was done.
-Container: TypeAlias = tuple[Any, Any, Any]
-
-
-def _seen_as(value: Any, one: Callable[[Any], Any], containers: list[Container]) -> Any:
-    """Maps a function over the nodes in a value, and copies the lists and dicts around those that change.
-
-    Args:
-      value: what an attribute holds.
-      one: gives what is seen in place of a node: a view, a proxy, or the node itself.
-      containers: those that were handed out before; the same copy is handed out again.
-    """
-    if graph_nodes.is_node(value):
-        return one(value)
-    if not isinstance(value, list | dict | tuple):
-        return map_changed(one, value, graph_nodes.is_node)
-    for before, handed_out, _ in containers:
-        if before is value:
-            return handed_out
-    keys = list(value) if isinstance(value, dict) else range(len(value))
-    parts = [_seen_as(value[key], one, containers) for key in keys]
-    if all(part is value[key] for key, part in zip(keys, parts, strict=True)):
-        return value
-    if isinstance(value, tuple):
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    new = copy.copy(value)
-    for key, part in zip(keys, parts, strict=True):
-        new[key] = part
-    containers.append((value, new, copy.copy(new)))
-    return new
-
-
-def bring_back(containers: list[Container]) -> None:
-    """Repeats on lists and dicts what was done to the copies that were handed out."""
-    for container, handed_out, as_it_was in containers:
-        if isinstance(container, list):
-            if [*map(id, handed_out)] != [*map(id, as_it_was)]:
-                container[:] = [original(value) for value in handed_out]
-        elif {k: id(v) for k, v in handed_out.items()} != {k: id(v) for k, v in as_it_was.items()}:
-            new = {key: original(value) for key, value in handed_out.items()}
-            container.clear()
-            container.update(new)
 
 
 @functools.cache
