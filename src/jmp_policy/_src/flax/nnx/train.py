@@ -8,10 +8,8 @@ from typing import Any, TypeVar
 
 import flax.nnx as nnx
 
-from jmp_policy._src.flax.nnx import graph_nodes
 from jmp_policy._src.loss_scaling.loss_scale import restore_scale, scale_loss, split_loss
 from jmp_policy._src.loss_scaling.state import find_loss_scale
-from jmp_policy._src.policy.patterns import path_text
 
 T = TypeVar("T")
 
@@ -48,8 +46,7 @@ def scaled_value_and_grad(
 
     Raises:
       TypeError: when `fun` returns no scalar.
-      ValueError: when no loss scale, or more than one, is found; when `fun` adds parameters
-        to the module of an optimizer.
+      ValueError: when no loss scale, or more than one, is found.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,31 +84,11 @@ def scaled_value_and_grad(
             graph=graph,
             graph_updates=graph_updates,
         )
-        trains = isinstance(scale_or_optimizer, nnx.Optimizer)
-        before = _differentiated(args, argnums) if trains else set()
         with contextlib.ExitStack() as stack:
             for watch in WATCHING.get():
                 stack.enter_context(watch())
             (_, (unscaled, aux)), grads = gradient(*args, **kwargs)
-        if trains and (new := _differentiated(args, argnums) - before):
-            names = ", ".join(sorted(map(path_text, new)))
-            raise ValueError(
-                f"The loss function added parameters to the module ({names}): they have no gradients, and "
-                "the optimizer does not know them. Call the model once before the optimizer is made."
-            )
         value = (unscaled, aux) if has_aux else unscaled
         return value, restore_scale(scale, unscaled, grads)
 
     return value_and_scaled_grad
-
-
-def _differentiated(args: Sequence[Any], argnums: Any) -> set[graph_nodes.Path]:
-    """Paths of the Variables that a gradient is taken by."""
-    found: set[graph_nodes.Path] = set()
-    for argnum in argnums if isinstance(argnums, Sequence) else (argnums,):
-        state = argnum if isinstance(argnum, nnx.DiffState) else nnx.DiffState(argnum, nnx.Param)
-        selected = nnx.filterlib.to_predicate(state.filter)
-        if state.argnum < len(args) and isinstance(args[state.argnum], nnx.Pytree):
-            known = graph_nodes.variables(args[state.argnum])
-            found.update(path for path, variable in known if selected(path, variable))
-    return found
