@@ -29,13 +29,7 @@ def not_a_module(given: Any) -> TypeError:
             f"{type(given).__name__} is a Linen module, and NNX was expected: use jmp_policy.wrap or "
             "jmp_policy.linen.wrap, or make it an NNX module with flax.nnx.bridge.ToNNX."
         )
-    hints = (
-        (nnx.GraphDef, " Merge it first: nnx.merge(graphdef, state)."),
-        (nnx.Optimizer, " Wrap the model, and make the optimizer from the wrapped one."),
-        (nnx.Variable, " Wrap the module that holds it."),
-    )
-    hint = next((text for cls, text in hints if isinstance(given, cls)), "")
-    return TypeError(f"nnx.wrap takes a flax.nnx.Module, got {type(given).__name__}.{hint}")
+    return TypeError(f"nnx.wrap takes a flax.nnx.Module, got {type(given).__name__}.")
 
 
 def makes_modules_when_called(module: Any, path: Path) -> TypeError:
