@@ -520,13 +520,14 @@ def test_the_optimizers_own_state_moves_on():
 
 def test_what_is_no_module_to_keep():
     model, optimizer = make()
-    for modules, error, message in (
-        ((), ValueError, "needs the model whose state is to be kept"),
-        ((nnx.state(model),), TypeError, "keeps the state of modules, got State"),
-        (([model],), TypeError, "keeps the state of modules, got list"),
-        ((optimizer,), TypeError, "keeps the state of modules, got Optimizer"),
+    for modules, given in (
+        ((), "none"),
+        ((nnx.state(model),), "State"),
+        (([model],), "list"),
+        ((optimizer,), "Optimizer"),
     ):
-        with pytest.raises(error, match=message), jmpp.nnx.keep_state_on_skip(optimizer, *modules):
+        error = pytest.raises(TypeError, match=f"keeps the state of modules, got {given}")
+        with error, jmpp.nnx.keep_state_on_skip(optimizer, *modules):
             pass
     with pytest.raises(ValueError, match="no loss scale"), jmpp.nnx.keep_state_on_skip(model, model):
         pass

@@ -44,8 +44,8 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
         of `jmp_policy.nnx`, and in no `nnx.jit` of its own.
 
     Raises:
-      ValueError: when no loss scale, or more than one, is found; without any module.
-      TypeError: for something that is no module.
+      ValueError: when no loss scale, or more than one, is found.
+      TypeError: for something that is no module, and without any module.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -63,7 +63,7 @@ def keep_state_on_skip(optimizer: Any, *modules: nnx.Module, only: Any = _NOT_PA
       0.0
     """
     get_loss_scale_state(optimizer)  # Raises now, and not after the step.
-    is_kept, models = nnx.filterlib.to_predicate(only), list(_models(modules))
+    is_kept, models = nnx.filterlib.to_predicate(only), _models(modules)
     before = _held(models)
     kept = {place for place, (stored_in, _) in before.items() if is_kept(place[1], stored_in)}
 
@@ -138,16 +138,13 @@ def _put(graph: dict[graph_nodes.Path, Any], path: graph_nodes.Path, value: Any)
     vars(holder)[name] = structure.unflatten(new)
 
 
-def _models(modules: tuple[Any, ...]) -> Iterator[nnx.Module]:
-    if not modules:
-        raise ValueError("keep_state_on_skip(optimizer, model) needs the model whose state is to be kept.")
-    for module in modules:
-        # The optimizer's own state must move on: a loss scale that is put back never recovers.
-        model = module.model if isinstance(module, nnx.ModelAndOptimizer) else module
-        if not isinstance(model, nnx.Module):
-            given = type(model).__name__
-            raise TypeError(f"keep_state_on_skip(optimizer, model) keeps the state of modules, got {given}.")
-        yield model
+def _models(modules: Sequence[Any]) -> list[nnx.Module]:
+    # The optimizer's own state must move on: a loss scale that is put back never recovers.
+    models = [m.model if isinstance(m, nnx.ModelAndOptimizer) else m for m in modules]
+    if not models or not all(isinstance(model, nnx.Module) for model in models):
+        given = ", ".join(type(model).__name__ for model in models) or "none"
+        raise TypeError(f"keep_state_on_skip(optimizer, model) keeps the state of modules, got {given}.")
+    return models
 
 
 def accumulate_gradients(
