@@ -258,9 +258,8 @@ def test_rules_are_tried_for_named_scopes_of_a_function():
     # Where they leave nothing in half, bfloat16 does more.
     alone = {"a": w["a"], "b": w["b"], "c": jnp.zeros((8, 0))}
     found = diagnose(jmpp.autocast(loss, "float16"), alone, jnp.ones((4, 8)))
-    assert dict(found.tried[0].rule) == {"big": "float32"}
-    assert found.tried[0].half_share == 0
-    assert found.tried[0].price == ", with none of the FLOPs in half"
+    assert [dict(tried.rule) for tried in found.tried] == [{}]
+    assert found.tried[0].half_share == 1
     assert "The policy 'params=bfloat16,compute=bfloat16,output=bfloat16' mends it" in found.advice
 
 
@@ -312,8 +311,7 @@ def test_a_rule_that_leaves_little_in_half_is_advised_only_where_nothing_else_me
         return lambda params, x: jnp.square(model.apply(params, x).astype(F32)).mean()
 
     found = report(loss_under(jmpp.PolicyMap("mixed_float16", {"head": head})), params, x)
-    assert dict(found.tried[0].rule) == {"encoder": "float32"}
-    assert found.tried[0].error < found.error_after
+    assert all(dict(tried.rule) != {"encoder": "float32"} for tried in found.tried)
     assert found.error_after < 2e-3
     mended = loss_under(found.policy)
     assert jmpp.audit(mended, params, x, grad=True).half_share > 0.9
@@ -321,9 +319,10 @@ def test_a_rule_that_leaves_little_in_half_is_advised_only_where_nothing_else_me
 
 
 @pytest.mark.slow
-def test_a_rule_that_leaves_little_in_half_gives_way_to_one_that_was_tried_before(monkeypatch):
-    errors = {("encoder",): 1.2e-3, ("head",): 6e-3, ("encoder", "head"): 8e-4, (): 1.3e-3}
-    shares = {("encoder",): 0.9, ("encoder", "head"): 0.01, (): 1.0}
+@pytest.mark.parametrize("in_bfloat16", [1.3e-3, 3e-2])
+def test_a_rule_that_leaves_little_in_half_gives_way_to_one_that_mends(in_bfloat16, monkeypatch):
+    errors = {("encoder",): 5e-2, ("head",): 6e-2, ("encoder", "head"): 8e-4, (): in_bfloat16}
+    shares = {("encoder",): 0.9, ("head",): 0.9, ("encoder", "head"): 0.01, (): 1.0}
 
     def tried(self, rule, policy):
         return Tried(rule, policy, errors[tuple(rule)])
@@ -339,8 +338,13 @@ def test_a_rule_that_leaves_little_in_half_gives_way_to_one_that_was_tried_befor
         as_function(lambda params: model.apply(params, x).mean(), (params,), {}, ""), 1.0, False
     )
     best = mending.best(["WithHead/encoder", "WithHead/head"], limit=1e-3)
-    assert (best.rule, best.half_share) == ({"encoder": "float32"}, 0.9)
     assert best in mending.tried
+    if in_bfloat16 < 2e-2:
+        assert (best.rule, best.half_share) == ({}, 1.0)
+        assert all(len(tried.rule) < 2 for tried in mending.tried)
+    else:
+        assert (best.rule, best.half_share) == ({"encoder": "float32", "head": "float32"}, 0.01)
+        assert best.price == ", with 1 % of the FLOPs in half"
 
 
 @pytest.mark.slow
@@ -1380,7 +1384,7 @@ def test_rules_are_tried_on_nnx_models_that_keep_the_dtypes_of_their_layers():
     model = jmpp.wrap(FirstOverflows(), jmpp.PolicyMap("mixed_float16", keep_module_dtypes=True))
     found = diagnose(lambda model: model(jnp.ones((2, 8))).mean(), model)
     # Float32 for the first would leave nothing in half.
-    assert (found.tried[0].rule, found.tried[0].half_share) == ({"first": "float32"}, 0)
+    assert all(tried.rule != {"first": "float32"} for tried in found.tried)
     assert found.policy.default.compute_dtype == jnp.bfloat16
     assert found.policy.keep_module_dtypes
     assert (model.first.dtype, model.last.dtype) == (jnp.float16, jnp.float32)

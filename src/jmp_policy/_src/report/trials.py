@@ -2,7 +2,8 @@
 
 What is tried, in this order, is float32 for weight gradients, where sums of those are what is wrong; float32
 for the modules that a report names, then for what is around them; then half precision in layers that are
-products alone; then bfloat16 in place of float16. The first that mends is advised.
+products alone; then bfloat16 in place of float16. Those that leave hardly anything in half are tried where
+none of the others mends. The first that mends is advised.
 
 Rules can be replaced where Linen modules are wrapped or run in a block under `intercept`, in NNX models that
 were wrapped themselves (no parts of them; what `nnx.merge` makes of their state is one), and in what
@@ -11,7 +12,6 @@ were wrapped themselves (no parts of them; what `nnx.merge` makes of their state
 
 import contextlib
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,20 +42,11 @@ _MENDED = 0.02
 #: A gradient that is off by more is none that a report advises.
 _TOLERABLE = 0.1
 
-#: Errors that differ by less are alike: then what is tried first has more in half.
-_HARDLY = 1.1
-
 #: Where less of the FLOPs is in half, advice says so.
 _MOSTLY_HALF = 0.5
 
-#: Where less of them is, other policies are tried, and preferred if they mend as well.
+#: Where less of them is, and of what is in half without a rule, it is tried if nothing else mends.
 _HARDLY_HALF = 0.1
-
-#: It may be so many times further off then.
-_NOT_MUCH = 3.0
-
-#: A gradient that is off by no more was computed in float32.
-_IN_FLOAT32 = 1e-6
 
 #: How much smaller the next loss scale is, where a scaled gradient overflows.
 _SMALLER = 2.0**4
@@ -179,7 +170,6 @@ class Mending:
         self._function, self._loss_scale, self.has_aux = function, loss_scale, has_aux
         self._program, self._arrays = self._scaled(loss_scale), function.arrays
         self.tried: list[Tried] = []
-        self._own: PolicyMap | None = None
 
     def best(
         self,
@@ -198,46 +188,21 @@ class Mending:
           in_sums: whether it was lost in sums of weight gradients.
 
         Returns:
-          The first within the limit that leaves something in half, and where another leaves hardly anything,
-          one that is not much worse than that; else the one with the least error, or one before it that is
-          hardly worse. None if nothing could be tried, or all are far off.
+          The first within the limit; else the one with the least error, if that is tolerable and half of the
+          one before. None without one.
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
-            self._try(paths, limit, in_sums)
-        good = [at for at, tried in enumerate(self.tried) if tried.is_mended and tried.error < before / 2]
-        good = [at for at in good if _IN_FLOAT32 < self.tried[at].error <= _MENDED] or good
-        errors = {at: self.tried[at].error for at in good}
-        least = min(errors.values(), default=np.inf)
-        best = next((at for at in good if errors[at] <= _HARDLY * least), None)
-        with without_overflow_warnings(), progress.interruptible("what it leaves in half was not counted"):
-            is_dear = any(self._is_dear(self.tried[at]) for at in good)
-            enough = max(limit, _NOT_MUCH * least) if is_dear else limit
-            within = (at for at in good if errors[at] <= enough and not self._is_dear(self._priced(at)))
-            best = next(within, best)
-            if best is not None:
-                self._priced(best)
-        return None if best is None else self.tried[best]
-
-    def _is_dear(self, tried: Tried) -> bool:
-        """Whether it is known to leave hardly anything of what is in half without it."""
-        share = tried.half_share
-        return share < _HARDLY_HALF and share < _HARDLY_HALF * self._own_share
-
-    @functools.cached_property
-    def _own_share(self) -> float:
-        return self._half_share(self._own) if self._own is not None else 1.0
+            self._try(paths, limit, before, in_sums)
+        # Where one was within the limit it was the last, and all before it are further off.
+        best = min(self.tried, key=lambda tried: tried.error, default=None)
+        return best if best is not None and best.is_mended and best.error < before / 2 else None
 
     def _half_share(self, policy: PolicyMap) -> float:
-        with TRIAL(policy), warnings.catch_warnings(action="ignore"):
+        """The share of the FLOPs that is in half under a policy; nan where the code does not run under it."""
+        with contextlib.suppress(Exception), TRIAL(policy), warnings.catch_warnings(action="ignore"):
             jaxpr = jax.make_jaxpr(self._program)(self._arrays)
-        return audit_of("", jaxpr, [""] * len(self._arrays)).half_share
-
-    def _priced(self, at: int) -> Tried:
-        """What was tried at a place, with what it leaves in half."""
-        if math.isnan(self.tried[at].half_share):
-            share = self._half_share(self.tried[at].policy)
-            self.tried[at] = dataclasses.replace(self.tried[at], half_share=share)
-        return self.tried[at]
+            return audit_of("", jaxpr, [""] * len(self._arrays)).half_share
+        return math.nan
 
     def keeping(self, constants: Sequence[lost_constants.LostConstant]) -> Tried | None:
         """The rule under which a trace shows no lost constants; None without one."""
@@ -255,8 +220,8 @@ class Mending:
                 return Tried(rule, policy, np.nan)
         return None
 
-    def _try(self, paths: Sequence[str], limit: float, in_sums: bool) -> None:
-        own = self._own = self._rules()
+    def _try(self, paths: Sequence[str], limit: float, before: float, in_sums: bool) -> None:
+        own = self._rules()
         if own is None:
             return
         # A rule may be none for the code that runs: then it is not tried.
@@ -265,17 +230,27 @@ class Mending:
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
             candidates = [({}, grad_in_float32(own))] * in_sums + list(self._candidates(own, paths, in_sums))
-            is_dear = False  # Whether one mends that leaves hardly anything in half.
-            for rule, policy in progress.steps("trying rules", candidates):
-                if is_dear and rule:
-                    continue  # More modules in float32 leave less in half.
+            in_order = self._cheap_first(progress.steps("trying rules", candidates), own, before)
+            for rule, policy, share in in_order:
                 with contextlib.suppress(Exception):
-                    self.tried.append(self._tried(rule, policy))
-                    mends = self.tried[-1].error <= limit
-                    if mends or is_dear:
-                        if not self._is_dear(self._priced(-1)) and mends:
-                            return
-                        is_dear = True
+                    tried = self._tried(rule, policy)
+                    self.tried.append(dataclasses.replace(tried, half_share=share))
+                    if tried.error <= limit:
+                        return
+
+    def _cheap_first(
+        self, candidates: Iterable[tuple[Mapping[Pattern, str], PolicyMap]], own: PolicyMap, before: float
+    ) -> Iterator[tuple[Mapping[Pattern, str], PolicyMap, float]]:
+        """Adds what each leaves in half; where that is hardly anything, it comes if no other mends."""
+        last = []
+        for rule, policy in candidates:
+            share = self._half_share(policy)
+            if share < _HARDLY_HALF and share < _HARDLY_HALF * self._half_share(own):
+                last.append((rule, policy, share))
+            else:
+                yield rule, policy, share
+        if not any(tried.error <= _MENDED and tried.error < before / 2 for tried in self.tried):
+            yield from last
 
     def _rules(self) -> PolicyMap | None:
         """The rules of the modules that the loss runs; None without any, and for several."""
