@@ -12,7 +12,6 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls, control_flow
-from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.float32_replay import replay_equation
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_written_in
@@ -24,7 +23,6 @@ from jmp_policy._src.report.eager_replay import (
     EagerReplay,
     ReplayedEqn,
     is_mask,
-    on_devices,
     range_of,
 )
 from jmp_policy._src.report.function import Function, as_function, as_loss_scale
@@ -142,7 +140,7 @@ def _diagnosed(
         # The loss and the scaled loss are of the forward pass; of other programs everything is.
         forward = replay.feeding(replay.results if mending is None else replay.results[:2])
         fault = Fault(replay, first, arguments, forward, {}, lost.numbers)
-        # Loops and shard_maps ran as a whole. If the value was made in one, it runs again.
+        # Loops ran as a whole. If the value was made in one, it runs again.
         while (inside := _inside(fault)) is not None:
             fault = inside
         is_loop = calls.kind_of(fault.replay.steps[fault.at].eqn) in LOOPS
@@ -211,21 +209,20 @@ class Fault(NamedTuple):
 
 
 def _inside(fault: Fault) -> Fault | None:
-    """The fault within a loop, run trip by trip, or a shard_map, run with the devices as an axis.
+    """The fault within a loop, run trip by trip.
 
     There is none in other operations, nor where each trip of a loop is finite by itself. Notes the largest
     magnitudes that are met in search of it.
     """
     replay, step, before = fault.replay, fault.replay.steps[fault.at], fault.before
     _note_largest(replay, fault.at, before)
-    if replay.is_stacked or calls.kind_of(step.eqn) not in LOOPS:
+    if calls.kind_of(step.eqn) not in LOOPS:
         return None
     for trip, inner in enumerate(_runs_inside(replay, step)):
         first = inner.first_nonfinite_step()
         if first is not None and first >= 0:
             forward = _forward_inside(step, inner, fault.forward)
-            at = fault.trip if inner.is_stacked else trip
-            return Fault(inner, first, {}, forward, before, fault.numbers, at)
+            return Fault(inner, first, {}, forward, before, fault.numbers, trip)
         _note_largest(inner, len(inner.steps), before)
     return None
 
@@ -241,7 +238,7 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     lost, wrong = None, zero or step
     is_inside = in_float32.is_finite and in_float32.largest < _FAR_INSIDE
     is_early = is_inside if zero is None else not is_half(replay.values[wrong.writes[0]].dtype)
-    if is_early and not replay.is_stacked:  # Equations are of one device.
+    if is_early:
         lost = _where_digits_are_lost(replay, wrong)
     in_half = "rounding" if _is_undefined(replay, step) else "overflow"
     kind = "underflow" if zero is not None else in_half if in_float32.is_finite else "not finite"
@@ -349,12 +346,11 @@ def _lost_constant(found: Diagnosis, step: ReplayedEqn, is_zero: bool) -> LostCo
 
 
 def _forward_inside(step: ReplayedEqn, inner: EagerReplay, forward: set[int]) -> set[int]:
-    """The places of values in a trip of a loop, or a shard_map, that the loss is computed from."""
+    """The places of values in a trip of a loop that the loss is computed from."""
     if forward.isdisjoint(step.writes):
         return set()
     # What a trip passes to the next one is of the same pass.
-    is_loop = calls.kind_of(step.eqn) is not Kind.SHARD_MAP
-    carries = len(control_flow.loop(step.eqn, step.reads).start) if is_loop else 0
+    carries = len(control_flow.loop(step.eqn, step.reads).start)
     made = zip(inner.results[carries:], step.writes[carries:], strict=True)
     return inner.feeding([*inner.results[:carries], *(result for result, write in made if write in forward)])
 
@@ -365,10 +361,9 @@ def _operand(replay: EagerReplay, place: int, name: str) -> Operand:
 
 
 def _array(replay: EagerReplay, place: int) -> dict[str, Any]:
-    """What a diagnosis says of an array; its shape is that on one device of a shard_map."""
+    """What a diagnosis says of an array."""
     value = replay.values[place]
-    shape = tuple(value.shape)[1 if replay.is_stacked else 0 :]
-    return {"dtype": str(value.dtype), "shape": shape, "is_nan": replay.ranges[place].nan}
+    return {"dtype": str(value.dtype), "shape": tuple(value.shape), "is_nan": replay.ranges[place].nan}
 
 
 def _note_largest(replay: EagerReplay, index: int, before: dict[Any, tuple[float, str]]) -> None:
@@ -381,12 +376,8 @@ def _note_largest(replay: EagerReplay, index: int, before: dict[Any, tuple[float
 
 
 def _runs_inside(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay]:
-    """Yields the trips of a loop, each as a replay of its own; of a shard_map all devices as one."""
-    values = [replay.values[place] for place in step.reads]
-    if calls.kind_of(step.eqn) is Kind.SHARD_MAP:
-        yield on_devices(step, values)
-        return
-    loop = control_flow.loop(step.eqn, values)
+    """Yields the trips of a loop, each as a replay of its own."""
+    loop = control_flow.loop(step.eqn, [replay.values[place] for place in step.reads])
     order = -1 if step.eqn.params.get("reverse") else 1
     carry = loop.start
     for i in itertools.count() if loop.trips is None else range(loop.trips)[::order]:

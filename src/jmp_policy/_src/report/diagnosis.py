@@ -62,7 +62,7 @@ class Diagnosis(Report, Placed):
       path: names of the scopes around it, joined by slashes; the name of an argument.
       line: where the user wrote it.
       backward: whether it is in the backward pass.
-      operation: name of the primitive that made it.
+      operation: name of the primitive that made it; "shard_map" for all that is inside of one.
       trip: which trip of a loop, counted from 0; None outside of loops.
       dtype, shape: of the array.
       is_nan: whether it holds NaNs; infinities otherwise.
@@ -152,6 +152,8 @@ class Diagnosis(Report, Placed):
                 f"a rounding error: {self.operation} is not defined for one of the numbers it was given; in "
                 f"float32 it is finite, at most {self.largest_in_float32:.4g}"
             )
+        if self.kind == "overflow" and self.operation == "shard_map":
+            return f"in float32 it is finite, at most {self.largest_in_float32:.4g}"
         if self.kind == "overflow":
             fits = self.operation in _ACCUMULATES and self.largest_in_float32 <= float(
                 jnp.finfo(self.dtype).max
@@ -210,6 +212,8 @@ def advice(
         off = f"off by {trials.error_text(mended.error)}{mended.price}"
         rule = f"{whole} mends it: the gradient is finite, and {off}."
         return f"{_limit(found)} {rule}{mask}{_logarithm(found.zero)}"
+    if found.operation == "shard_map":
+        return _limit(found)
     if found.zero is not None:
         part = _part(found.zero.path, found.zero.line)
         smallest = " (the smallest number of float16 is 6e-8)" if found.zero.dtype == "float16" else ""
@@ -258,7 +262,9 @@ def advice(
 
 
 def _limit(found: Diagnosis) -> str:
-    """What was exceeded, or became zero."""
+    """What was exceeded, or became zero; where to look for it in a shard_map."""
+    if found.operation == "shard_map":
+        return f"In shard_map, {found.place}: diagnose the function inside on one device's arrays."
     if found.zero is not None:
         return f"{_became_zero(found.zero)}."
     if found.constant is not None:

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, walk
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
 from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
@@ -58,7 +56,7 @@ class EagerReplay(Interpreter):
     """The values of a program that ran operation by operation.
 
     Args:
-      jaxpr: a closed jaxpr; calls and branches are followed, loops run as a whole.
+      jaxpr: a closed jaxpr; calls and branches are followed, loops and shard_maps run as a whole.
       arguments: its arguments.
       site: where the program is called.
 
@@ -69,11 +67,9 @@ class EagerReplay(Interpreter):
       makers: by place, the step that made a value.
       constants: places of constants of the program.
       origins: by place, the index of the argument that a value is, casts and reshapes aside.
-      is_stacked: whether values have the devices of a shard_map as their first axis.
     """
 
     def __init__(self, jaxpr: Any, arguments: Sequence[Any], site: walk.Site | None = None):
-        self.is_stacked = False
         self.values: list[Any] = []
         self.steps: list[ReplayedEqn] = []
         self.makers: dict[int, ReplayedEqn] = {}
@@ -105,14 +101,12 @@ class EagerReplay(Interpreter):
         return walk.site_of(eqn, around)
 
     def enters(self, eqn: Any, kind: Kind, values: list[int]) -> bool:
-        """Whether it is followed: calls are, and branches where it is known which one is taken."""
-        if kind is Kind.COND:
-            return not ir.is_traced(self.values[values[0]])
-        return kind not in LOOPS
+        """Whether it is followed: calls and branches are."""
+        return kind not in _WHOLE
 
     def call(self, eqn: Any, values: list[int], where: walk.Site) -> Sequence[int]:
         """Runs what is called; of branches by platform the one that is taken."""
-        is_branch = calls.kind_of(eqn) is Kind.PLATFORM and not ir.is_traced(self.values[values[0]])
+        is_branch = calls.kind_of(eqn) is Kind.PLATFORM
         return self.cond(eqn, values, where) if is_branch else super().call(eqn, values, where)
 
     checkpoint = Interpreter.call
@@ -133,13 +127,6 @@ class EagerReplay(Interpreter):
         if eqn.primitive.name in VIEWS and len(values) == 1 and values[0] in self.origins:
             self.origins[writes[0]] = self.origins[values[0]]
         return writes
-
-    def filled(self, values: Sequence[Any]) -> "EagerReplay":
-        """The replay of a trace with what its values, and those in float32, have become; stacked."""
-        count = len(self.values)
-        self.values, self._float32_values = list(values[:count]), dict(enumerate(values[count:]))
-        self.is_stacked = True
-        return self
 
     def first_nonfinite_step(self, through_loops: bool = False) -> int | None:
         """The first step that made a non-finite value which reached a non-finite result.
@@ -162,7 +149,8 @@ class EagerReplay(Interpreter):
             bad = [place for place in step.reads if place in sources]
             known = [sources[place] for place in bad if sources[place] != _CONSTANT]
             source = min(known, key=self._rank, default=_CONSTANT)
-            may_be_inside = not through_loops and calls.kind_of(step.eqn) in LOOPS and self._rank(source)[0]
+            is_whole = calls.kind_of(step.eqn) in _WHOLE
+            may_be_inside = not through_loops and is_whole and self._rank(source)[0]
             for place in step.writes:
                 if place not in sources:
                     continue
@@ -213,32 +201,6 @@ def _as_a_whole(eqn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(run) if calls.kind_of(eqn) is Kind.SHARD_MAP else run
 
 
-def on_devices(step: ReplayedEqn, arguments: Sequence[Any]) -> EagerReplay:
-    """Replays the program inside a shard_map, on all its devices at once."""
-    params, inside = step.eqn.params, None
-    axes = tuple(compat.manual_axes(params))
-
-    def program(*values: Any) -> list[Any]:
-        nonlocal inside
-        inside = EagerReplay(params["jaxpr"], values, step.site)
-        places = range(len(inside.values))
-        in_float32 = [inside.in_float32(place) for place in places]
-        return [_of_device(value, axes, params["check_vma"]) for value in (*inside.values, *in_float32)]
-
-    stacked = control_flow.shard_map(step.eqn, program, arguments, out_specs=P(axes))
-    assert inside is not None
-    return inside.filled(stacked)
-
-
-def _of_device(value: Any, axes: Sequence[str], varies: bool) -> Any:
-    """One device's numbers, with an axis for the others; zeros for what is no numbers."""
-    if not jax.numpy.issubdtype(getattr(value, "dtype", np.bool_), jax.numpy.inexact):
-        value = np.zeros((), np.float32)
-    value = jax.numpy.asarray(value)[None]
-    missing = tuple(axis for axis in axes if axis not in varying(jax.typeof(value)))
-    return jax.lax.pcast(value, missing, to="varying") if varies and missing else value
-
-
 def is_mask(value: Any) -> bool:
     """Whether what is not finite in an array is -inf, as in a mask."""
     array = np.asarray(value)
@@ -259,8 +221,9 @@ def range_of(value: Any) -> Range:
     return Range(bool(np.isnan(magnitude).any()), bool(np.isinf(magnitude).any()), float(largest))
 
 
-#: What runs as a whole.
-LOOPS = (Kind.SHARD_MAP, Kind.SCAN, Kind.WHILE)
+#: What runs as a whole; trip by trip in a replay of its own where it is at fault.
+LOOPS = (Kind.SCAN, Kind.WHILE)
+_WHOLE = (*LOOPS, Kind.SHARD_MAP)
 
 #: Operations after which a parameter is still recognised.
 VIEWS = HAVING[Trait.VIEW]
