@@ -214,37 +214,31 @@ def advice(
         return f"{_limit(found)} {rule}{mask}{_logarithm(found.zero)}"
     if found.operation == "shard_map":
         return _limit(found)
+    tried = f"{_UNMENDED}. " if found.tried else ""
     if found.zero is not None:
         part = _part(found.zero.path, found.zero.line)
-        smallest = " (the smallest number of float16 is 6e-8)" if found.zero.dtype == "float16" else ""
-        if found.tried:
-            if found.lost_digits is not None:
-                return f"{_became_zero(found.zero)}. {_UNMENDED}. {_upstream(found)}"
-            mending = f"{_UNMENDED}: enlarge the epsilon that guards it to 1e-4 or more."
-            return f"{_became_zero(found.zero)}{smallest}. {mending}{_logarithm(found.zero)}"
-        return (
-            f"{_became_zero(found.zero)}{smallest}: compute {part} in float32, by a rule of a PolicyMap or "
-            "under region('off'), and return float32 from it; or enlarge the epsilon that guards "
-            f"it to 1e-4 or more.{_logarithm(found.zero)}"
+        repair = _digits(found.lost_digits) or (
+            f"Compute {part} and what reads it in float32, by rules of a PolicyMap or under region('off'), "
+            f"or enlarge the epsilon that guards it to 1e-4 or more.{_logarithm(found.zero)}"
         )
+        return f"{_limit(found)} {tried}{repair}"
     if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
         if found.constant is None:
             return f"A constant is infinite in {found.dtype}. In a mask: {lost_constants.OF_MASK}"
         return f"{found.constant.text}. {lost_constants.repair([found.constant])}"
     part = _part(found.path, found.line)
-    if found.kind in ("overflow", "rounding") and found.tried:
-        return f"{_limit(found)} {_UNMENDED}. {_upstream(found)}{mask}"
-    if found.kind == "overflow" and scaled:
+    if found.kind == "overflow" and scaled and not found.tried:
         return (
             f"The scaled gradient exceeds {found.dtype} at a loss scale of {found.loss_scale:g}. "
             "DynamicLossScale lowers it by itself; a constant scale must be smaller (gradient_spectrum says "
             f"which). At a scale of 1 already: compute {part} in float32."
         )
     if found.kind in ("overflow", "rounding"):
-        return (
-            f"{_limit(found)} Compute {part} in float32: by a rule of a PolicyMap or under "
-            f"region('off'). Or make what it is given smaller: normalise before it.{mask}"
+        repair = _digits(found.lost_digits) or (
+            f"Compute {part} and what reads it in float32, by rules of a PolicyMap or under region('off'), "
+            "or make what it is given smaller: normalise before it."
         )
+        return f"{_limit(found)} {tried}{repair}{mask}"
     known = NOT_FINITE.get(
         found.operation, "In float32 it is not finite either: look for what feeds this operation."
     )
@@ -266,7 +260,8 @@ def _limit(found: Diagnosis) -> str:
     if found.operation == "shard_map":
         return f"In shard_map, {found.place}: diagnose the function inside on one device's arrays."
     if found.zero is not None:
-        return f"{_became_zero(found.zero)}."
+        zero = found.zero
+        return f"The result of {zero.operation} in {zero.place} became zero in {zero.dtype}."
     if found.constant is not None:
         return f"{found.constant.text}."
     if found.kind == "rounding":
@@ -279,15 +274,10 @@ def _limit(found: Diagnosis) -> str:
     return f"The activation exceeds {limit}; no loss scale can help."
 
 
-def _became_zero(zero: Zero) -> str:
-    return f"The result of {zero.operation} in {zero.place} became zero in {zero.dtype}"
-
-
-def _upstream(found: Diagnosis) -> str:
-    """What to do about a value that no rule keeps in range."""
-    if found.lost_digits is None:
-        return "Make what it is given smaller: normalise before it."
-    lost = found.lost_digits
+def _digits(lost: Zero | None) -> str:
+    """What to do about digits that were lost before; "" if none were."""
+    if lost is None:
+        return ""
     return (
         f"Its digits were lost before, when the result of {lost.operation} in {lost.place} was rounded to "
         f"{lost.dtype}. Compute that and what reads it in float32, or do without the large part of it."
