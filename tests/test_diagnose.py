@@ -1173,14 +1173,11 @@ def test_the_number_that_is_advised_for_masks_keeps_them_finite(fill):
 
 
 @pytest.mark.slow
-def test_an_infinite_mask_is_the_models_own_and_says_what_half_may_have_done():
+def test_an_infinite_mask_is_the_models_own():
     found = diagnose(attend(lambda s: jnp.where(NONE_LEFT, s, -jnp.inf)), jnp.ones((2, 2)))
-    assert (found.kind, found.constants, found.has_infinite_constant) == ("not finite", (), False)
+    assert (found.kind, found.constants) == ("not finite", ())
     mask = jnp.asarray([[0, -jnp.inf], [-jnp.inf] * 2], F16)
-    found = diagnose(attend(lambda s: s + mask), jnp.ones((2, 2)))
-    assert (found.kind, found.has_infinite_constant) == ("not finite", True)
-    assert "if the infinite half constant that it comes from was meant" in found.verdict
-    assert "if it was written as a finite number (-1e9 in a mask)" in found.advice
+    assert diagnose(attend(lambda s: s + mask), jnp.ones((2, 2))).kind == "not finite"
     found = diagnose(lambda w, mask: attend(lambda s: s + mask)(w), jnp.ones((2, 2)), mask)
     assert (found.kind, found.path) == ("argument", "mask")
     assert "finite before its cast to float16" in found.advice

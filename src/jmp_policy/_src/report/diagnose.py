@@ -16,7 +16,7 @@ from jmp_policy._src.jaxpr.float32_replay import replay_equation
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_written_in
 from jmp_policy._src.loss_scaling.state import find_loss_scale
-from jmp_policy._src.report import lost_operands, progress
+from jmp_policy._src.report import progress
 from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
 from jmp_policy._src.report.eager_replay import (
     LOOPS,
@@ -32,6 +32,7 @@ from jmp_policy._src.report.lost_constants import (
     lost_constants_of,
     without_overflow_warnings,
 )
+from jmp_policy._src.report.lost_operands import underflow_before
 from jmp_policy._src.report.pieces import Pieces
 from jmp_policy._src.report.trials import Mending
 
@@ -116,9 +117,9 @@ def _diagnosed(
     """
     jaxpr = jax.make_jaxpr(program)(function.arrays)
     names = list(names)  # Of this trace.
-    results, replay = _run(jaxpr, function.arrays)
-    loss = math.nan if mending is None else float(np.asarray(results[0]).astype(np.float64))
     lost = lost_constants_of(jaxpr, program, function.arrays)
+    results, replay = _run(jaxpr, function.arrays, lost.numbers)
+    loss = math.nan if mending is None else float(np.asarray(results[0]).astype(np.float64))
     found = Diagnosis(function.name, True, loss, loss_scale, constants=lost.found())
     if replay is None:
         return _with_constants_kept(found, mending)
@@ -139,7 +140,7 @@ def _diagnosed(
         arguments = {place: function.arguments[i].path for place, i in replay.origins.items()}
         # The loss and the scaled loss are of the forward pass; of other programs everything is.
         forward = replay.feeding(replay.results if mending is None else replay.results[:2])
-        fault = Fault(replay, first, arguments, forward, {}, lost.numbers)
+        fault = Fault(replay, first, arguments, forward, {})
         # Loops ran as a whole. If the value was made in one, it runs again.
         while (inside := _inside(fault)) is not None:
             fault = inside
@@ -172,7 +173,9 @@ def _with_constants_kept(found: Diagnosis, mending: Mending | None) -> Diagnosis
     return dataclasses.replace(found, rule=kept.rule, policy=kept.policy, advice=text)
 
 
-def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | None]:
+def _run(
+    jaxpr: Any, arrays: Sequence[Any], numbers: Mapping[tuple[int, int], float]
+) -> tuple[list[Any], EagerReplay | None]:
     """The results of a program and, unless all are known to be finite, what each operation made.
 
     One compiled program is sooner done than each operation on its own. A program with side effects is left to
@@ -182,8 +185,8 @@ def _run(jaxpr: Any, arrays: Sequence[Any]) -> tuple[list[Any], EagerReplay | No
         results = Pieces(jaxpr, every_rounding=True)(arrays)
         if all(range_of(value).is_finite for value in results):
             return results, None
-        return results, EagerReplay(jaxpr, arrays)
-    replay = EagerReplay(jaxpr, arrays)
+        return results, EagerReplay(jaxpr, arrays, numbers)
+    replay = EagerReplay(jaxpr, arrays, numbers)
     return [replay.values[place] for place in replay.results], replay
 
 
@@ -195,7 +198,6 @@ class Fault(NamedTuple):
       names: of places that are arguments.
       forward: places of values that the loss is computed from.
       before: by dtype, the largest magnitude before the step, and where.
-      numbers: of constants that are others in half, as of `LostConstants`.
       trip: of a loop, in which it happened; None outside of loops.
     """
 
@@ -204,7 +206,6 @@ class Fault(NamedTuple):
     names: dict[int, str]
     forward: set[int]
     before: dict[Any, tuple[float, str]]
-    numbers: Mapping[tuple[int, int], float]
     trip: int | None = None
 
 
@@ -222,7 +223,7 @@ def _inside(fault: Fault) -> Fault | None:
         first = inner.first_nonfinite_step()
         if first is not None and first >= 0:
             forward = _forward_inside(step, inner, fault.forward)
-            return Fault(inner, first, {}, forward, before, fault.numbers, trip)
+            return Fault(inner, first, {}, forward, before, trip)
         _note_largest(inner, len(inner.steps), before)
     return None
 
@@ -233,8 +234,7 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     place = next(p for p in step.writes if not replay.ranges[p].is_finite)
     in_float32 = range_of(replay.in_float32(place))
     largest, where = fault.before.get(replay.values[place].dtype, (0.0, ""))
-    zero = lost_operands.underflow_before(replay, step, in_float32.is_finite, fault.numbers)
-    infinite = lost_operands.infinite_constant(replay, step)
+    zero = underflow_before(replay, step) if in_float32.is_finite else None
     lost, wrong = None, zero or step
     is_inside = in_float32.is_finite and in_float32.largest < _FAR_INSIDE
     is_early = is_inside if zero is None else not is_half(replay.values[wrong.writes[0]].dtype)
@@ -242,13 +242,7 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         lost = _where_digits_are_lost(replay, wrong)
     in_half = "rounding" if _is_undefined(replay, step) else "overflow"
     kind = "underflow" if zero is not None else in_half if in_float32.is_finite else "not finite"
-    by_zero = lost_operands.divides_by_constant_zero(replay, step)
-    constant = _lost_constant(found, zero or infinite or step, is_zero=zero is not None or by_zero)
-    is_product = step.eqn.primitive.name in ("mul", "div")
-    if kind == "not finite" and infinite is not None and (constant or is_product):
-        kind = "overflow"
-    elif kind == "not finite" and by_zero and constant is not None:
-        kind = "underflow"
+    constant = _lost_constant(found, wrong, is_zero=zero is not None)
     found = dataclasses.replace(
         found,
         kind=kind,
@@ -262,10 +256,9 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         largest_before_place=where,
         largest_in_float32=in_float32.largest if in_float32.is_finite else math.nan,
         trip=fault.trip,
-        zero=_as_zero(replay, zero),
+        zero=_as_zero(replay, None if zero is step else zero),
         lost_digits=_as_zero(replay, lost),
         constant=constant,
-        has_infinite_constant=infinite is not None,
         **_array(replay, place),
     )
     scaled, in_optimizer = step.site.backward, is_written_in(step.eqn, "optax")
@@ -382,10 +375,11 @@ def _runs_inside(replay: EagerReplay, step: ReplayedEqn) -> Iterator[EagerReplay
     carry = loop.start
     for i in itertools.count() if loop.trips is None else range(loop.trips)[::order]:
         if loop.test is not None:
-            test = EagerReplay(loop.test, [*loop.tested, *carry], step.site)
+            test = EagerReplay(loop.test, [*loop.tested, *carry], replay.numbers, step.site)
             if not bool(test.values[test.results[0]]):
                 return
-        inner = EagerReplay(loop.body, [*loop.fixed, *carry, *(x[i] for x in loop.xs)], step.site)
+        given = [*loop.fixed, *carry, *(x[i] for x in loop.xs)]
+        inner = EagerReplay(loop.body, given, replay.numbers, step.site)
         yield inner
         carry = [inner.values[place] for place in inner.results[: len(carry)]]
 

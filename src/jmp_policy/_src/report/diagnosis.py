@@ -71,12 +71,11 @@ class Diagnosis(Report, Placed):
       largest_before_place: where that was.
       largest_in_float32: largest finite magnitude of the same value in float32; nan where it is not finite.
       advice: what to do.
-      zero: of an underflow, the operation whose result became zero; else None.
+      zero: of an underflow, the operation whose result became zero; else None, also where `constant` is the
+        divisor.
       lost_digits: where float32 has a value far inside the range, or no zero, and no operation near made it
         so: the earlier one whose rounding did; else None.
       constant: the constant that half precision made infinite or zero, if it is the cause; else None.
-      has_infinite_constant: whether the value was computed from a half constant that is infinite; it may have
-        been written so.
       constants: all constants of the program that half precision makes infinite, zero or one.
       rule: overrides for the `PolicyMap` of the model that were tried and mend it, or of a finite result keep
         all constants; empty without such, and where another policy as a whole mends.
@@ -114,7 +113,6 @@ class Diagnosis(Report, Placed):
     zero: Zero | None = None
     lost_digits: Zero | None = None
     constant: lost_constants.LostConstant | None = None
-    has_infinite_constant: bool = False
     constants: tuple[lost_constants.LostConstant, ...] = ()
     rule: Mapping[Any, str] = dataclasses.field(default_factory=dict)
     policy: PolicyMap | None = None
@@ -145,8 +143,6 @@ class Diagnosis(Report, Placed):
         if self.constant is not None:
             kind = self.kind if self.kind == "not finite" else f"an {self.kind}"
             return f"{kind}: {self.constant.text}"
-        if self.kind == "overflow" and math.isnan(self.largest_in_float32):
-            return f"an overflow: it is computed from a constant that is infinite in {self.dtype}"
         if self.kind == "rounding":
             return (
                 f"a rounding error: {self.operation} is not defined for one of the numbers it was given; in "
@@ -165,8 +161,6 @@ class Diagnosis(Report, Placed):
                 "an underflow: in float32 it is finite, but something became zero in half precision, the "
                 f"result of {self.zero.operation} ({self.zero.dtype}) in {self.zero.place}"
             )
-        if self.has_infinite_constant:
-            return "not finite in float32 either, if the infinite half constant that it comes from was meant"
         return "not finite in float32 either"
 
     def _tables(self) -> Sequence[Table]:
@@ -222,9 +216,7 @@ def advice(
             f"or enlarge the epsilon that guards it to 1e-4 or more.{_logarithm(found.zero)}"
         )
         return f"{_limit(found)} {tried}{repair}"
-    if found.constant is not None or (found.kind == "overflow" and found.has_infinite_constant):
-        if found.constant is None:
-            return f"A constant is infinite in {found.dtype}. In a mask: {lost_constants.OF_MASK}"
+    if found.constant is not None:
         return f"{found.constant.text}. {lost_constants.repair([found.constant])}"
     part = _part(found.path, found.line)
     if found.kind == "overflow" and scaled and not found.tried:
@@ -242,12 +234,7 @@ def advice(
     known = NOT_FINITE.get(
         found.operation, "In float32 it is not finite either: look for what feeds this operation."
     )
-    if found.has_infinite_constant:
-        known += (
-            " The program holds an infinite constant in half precision: if it was written as a finite number "
-            f"(-1e9 in a mask), half made it infinite. {lost_constants.OF_MASK}"
-        )
-    elif found.dtype == "float16" and found.operation in NOT_FINITE:
+    if found.dtype == "float16" and found.operation in NOT_FINITE:
         known += (
             " If an epsilon guards it already: one up to 2**-25 (3e-8) is zero in float16 before the program "
             "begins, which no replay in float32 can tell from a zero that was meant."

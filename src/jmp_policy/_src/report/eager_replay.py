@@ -6,7 +6,7 @@ the search starts from results that are not finite, and leaves constants of the 
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +58,8 @@ class EagerReplay(Interpreter):
     Args:
       jaxpr: a closed jaxpr; calls and branches are followed, loops and shard_maps run as a whole.
       arguments: its arguments.
+      numbers: of half constants that are other numbers in the source, those numbers, as of `LostConstants`;
+        float32 computes with them.
       site: where the program is called.
 
     Attributes:
@@ -69,7 +71,14 @@ class EagerReplay(Interpreter):
       origins: by place, the index of the argument that a value is, casts and reshapes aside.
     """
 
-    def __init__(self, jaxpr: Any, arguments: Sequence[Any], site: walk.Site | None = None):
+    def __init__(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[Any],
+        numbers: Mapping[tuple[int, int], float],
+        site: walk.Site | None = None,
+    ):
+        self.numbers = numbers
         self.values: list[Any] = []
         self.steps: list[ReplayedEqn] = []
         self.makers: dict[int, ReplayedEqn] = {}
@@ -124,7 +133,7 @@ class EagerReplay(Interpreter):
         self.steps.append(step := ReplayedEqn(eqn, where, values, writes))
         self.makers.update(dict.fromkeys(writes, step))
         progress.step(f"operation {len(self.steps)}")
-        if eqn.primitive.name in VIEWS and len(values) == 1 and values[0] in self.origins:
+        if eqn.primitive.name in _VIEWS and len(values) == 1 and values[0] in self.origins:
             self.origins[writes[0]] = self.origins[values[0]]
         return writes
 
@@ -146,7 +155,9 @@ class EagerReplay(Interpreter):
         sources = {place: _CONSTANT for place, found in enumerate(self.ranges) if not found.is_finite}
         sources.update((p, -2 - index) for index, p in enumerate(self.arguments) if p in sources)
         for index, step in enumerate(self.steps):
-            bad = [place for place in step.reads if place in sources]
+            # An infinite constant that was written as another number is made where it is read.
+            reads = [p for i, p in enumerate(step.reads) if (id(step.eqn), i) not in self.numbers]
+            bad = [place for place in reads if place in sources]
             known = [sources[place] for place in bad if sources[place] != _CONSTANT]
             source = min(known, key=self._rank, default=_CONSTANT)
             is_whole = calls.kind_of(step.eqn) in _WHOLE
@@ -191,9 +202,14 @@ class EagerReplay(Interpreter):
             self._float32_values = {p: to_float32(self.values[p]) for p in given}
             for step in self.steps:
                 run = _as_a_whole(step.eqn, functools.partial(replay_equation, step.eqn))
-                outs = run([self._float32_values[p] for p in step.reads])
+                outs = run([self.read_in_float32(step, i) for i in range(len(step.reads))])
                 self._float32_values.update(zip(step.writes, outs, strict=True))
         return self._float32_values[place]
+
+    def read_in_float32(self, step: ReplayedEqn, i: int) -> Any:
+        """An operand of a step in float32; a constant as it is written."""
+        value, number = self.in_float32(step.reads[i]), self.numbers.get((id(step.eqn), i))
+        return value if number is None else jax.numpy.full_like(value, number)
 
 
 def _as_a_whole(eqn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,7 +242,7 @@ LOOPS = (Kind.SCAN, Kind.WHILE)
 _WHOLE = (*LOOPS, Kind.SHARD_MAP)
 
 #: Operations after which a parameter is still recognised.
-VIEWS = HAVING[Trait.VIEW]
+_VIEWS = HAVING[Trait.VIEW]
 
 #: What a mask is made by.
 _OF_MASKS = HAVING[Trait.EXACT] | {"convert_element_type"}

@@ -279,12 +279,15 @@ class LostConstants:
 
     def _by_another_name(self, eqn: Any, site: Site, place: int, becomes: str) -> list[tuple[float, str]]:
         """The number that an operation reads in float32, with its text."""
-        # JAX's own constants are no user's; what an optimizer loses shows in what it returns.
-        is_jaxs = eqn.primitive.name == "max" and is_of_activations(eqn)
-        if is_jaxs or is_written_in(eqn, "optax"):
-            return []
+        if eqn.primitive.name == "max" and is_of_activations(eqn):
+            return []  # JAX's own constants are no user's.
         wide = self._in_float32()
         number = wide.read.get((id(eqn), place), np.nan)
+        if is_written_in(eqn, "optax"):
+            # What an optimizer loses shows in what it returns.
+            if _is_lost(number, becomes, ir.dtype_of(eqn.invars[place])):
+                self.numbers[id(eqn), place] = number
+            return []
         if becomes == "1" and site.times == 1 and site.counted:
             # A factor near 1 loses less than a rounding, unless it is one of many: a decay.
             line = wide.of_lines.get(callers(eqn)[:1], ())
