@@ -68,8 +68,6 @@ class Trait(enum.Flag):
     COMPARISON = enum.auto()
     #: May be given an infinite number, as a bound or a filling that no other number exceeds.
     BOUNDED = enum.auto()
-    #: Its results are not negative.
-    NOT_NEGATIVE = enum.auto()
     #: Its results are no less than zero where its operands are.
     KEEPS_SIGN = enum.auto()
     #: A sum or difference of two arrays: with a loop's carry, a sum of one term per trip.
@@ -99,8 +97,8 @@ class Operation(NamedTuple):
 (
     _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _JOINS, _COSTLY, _POLE, _COLLECTIVE,
     _DTYPE_BOUND, _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR, _EXACT, _EXACT_TRANSPOSE, _ADDS, _ACCUMULATES,
-    _REDUCES, _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _NOT_NEGATIVE, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM,
-    _TAKES_BIAS, _NOT_HALF,
+    _REDUCES, _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM, _TAKES_BIAS,
+    _NOT_HALF,
 ) = Trait  # fmt: skip
 
 #: Exact forward and backward.
@@ -129,16 +127,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "conv_general_dilated": Operation("lower", _TENSOR_CORES, _PRODUCT | _COSTLY),
     "ragged_dot_general": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
     # In float32.
-    "exp": Operation("full", "exceeds float16 above 11.1", _CURVE | _NOT_NEGATIVE),
-    "exp2": Operation("full", "exceeds float16 at 16", _CURVE | _NOT_NEGATIVE),
+    "exp": Operation("full", "exceeds float16 above 11.1", _CURVE),
+    "exp2": Operation("full", "exceeds float16 at 16", _CURVE),
     "expm1": Operation("full", "exceeds float16 above 11.1", _CURVE),
     "log": Operation("full", "half loses all digits near 1", _CURVE | _POLE),
     "log2": Operation("full", "half loses all digits near 1", _CURVE),
     "log1p": Operation("full", "its small arguments are subnormal in float16", _CURVE | _POLE),
     "pow": Operation("full", "exceeds float16 easily; the exponent's rounding is multiplied", _CURVE | _POLE),
-    "sqrt": Operation(
-        "full", "of variances, which are below float16's normal range", _CURVE | _POLE | _NOT_NEGATIVE
-    ),
+    "sqrt": Operation("full", "of variances, which are below float16's normal range", _CURVE | _POLE),
     "rsqrt": Operation("full", "of variances, which are below float16's normal range", _CURVE | _POLE),
     "cbrt": Operation("full", "as sqrt", _CURVE | _POLE),
     "erf_inv": Operation("full", "steep near 1, where half has no digits"),
@@ -190,7 +186,7 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "neg": Operation("follow", "exact", _ELEMENTWISE | _SAFE),
     "sign": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
-    "abs": Operation("follow", "exact", _CURVE | _SAFE | _NOT_NEGATIVE),
+    "abs": Operation("follow", "exact", _CURVE | _SAFE),
     "max": Operation("follow", "exact", _EACH | _SAFE | _ADDS | _BOUNDED),
     "min": Operation("follow", "exact", _EACH | _SAFE | _ADDS | _BOUNDED),
     "clamp": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _ADDS | _BOUNDED),
@@ -201,14 +197,14 @@ OPERATIONS: Mapping[str, Operation] = {
     "square": Operation(
         "follow",
         "a product; float16 overflows above 255, see look-ahead for sums of squares",
-        _CURVE | _NOT_NEGATIVE,
+        _CURVE,
     ),
     "one_minus_square": Operation("follow", "a product; the derivative of tanh", _CURVE),
     "integer_pow": Operation(
         "follow", "a product of few factors; see autocast/operation_rules.py", _CURVE | _POLE
     ),
     "tanh": Operation("follow", "bounded, and 1-Lipschitz", _CURVE),
-    "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE | _NOT_NEGATIVE),
+    "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE),
     "select_n": Operation("follow", "picks a value", _EACH | _SAFE | _ADDS | _KEEPS_SIGN),
     "eq": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
     "ne": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _COMPARISON),

@@ -30,7 +30,7 @@ class LostConstant(PlacedOperation):
       operation: name of the primitive that reads it.
       path, line, backward: its place, as of a `Product`.
       dtype: half dtype that it was rounded to.
-      written: what the source says ("/ 100000"), or the number that was cast; "" if unknown.
+      written: what the source says ("/ 100000"), or the number that was cast.
       becomes: "inf", "-inf", "0", or of a factor "1"; of a divisor "inf" where its reciprocal is infinite.
     """
 
@@ -41,8 +41,7 @@ class LostConstant(PlacedOperation):
     @property
     def text(self) -> str:
         """Describes it in one phrase: "'/ 100000' is inf in float16, in loss.py:12"."""
-        what = repr(self.written) if self.written else f"a constant read by {self.operation}"
-        return f"{what} is {self.becomes} in {self.dtype}, in {self.place}"
+        return f"{self.written!r} is {self.becomes} in {self.dtype}, in {self.place}"
 
 
 @contextlib.contextmanager
@@ -127,10 +126,7 @@ OF_MASK = (
 
 def table(constants: Sequence[LostConstant]) -> Table:
     """Makes the table of lost constants."""
-    rows = [
-        (c.written or "(unknown)", c.becomes, c.dtype, c.operation, c.path, c.line, c.direction)
-        for c in constants
-    ]
+    rows = [(c.written, c.becomes, c.dtype, c.operation, c.path, c.line, c.direction) for c in constants]
     columns = ("constant", "becomes", "in", "read by", "module", "line", "pass")
     return Table(columns, rows, "Constants that half precision makes infinite, zero or one")
 
@@ -155,23 +151,18 @@ class _Known(NamedTuple):
     Args:
       constant: the half constant that it is.
       wide: the constant that it is otherwise, or those that it may hold.
-      guard: the lost constant that was added to it.
-      not_negative: whether it cannot be negative.
     """
 
     constant: _Constant | None = None
     wide: Any = None
-    guard: LostConstant | None = None
-    not_negative: bool = False
 
 
 class LostConstants:
     """Collects lost constants from the operations of a program.
 
     A cast of a wider constant shows what was lost. A constant that is half in the jaxpr already may have been
-    meant: -inf fills masks, and sums begin with 0. Of these only such count as no program means (a product
-    with infinity, a division by zero, a float16 zero added to what is then divided by), and those whose
-    number stands in the source, or in the same program in float32.
+    meant: -inf fills masks, and sums begin with 0. Of these only those count whose number stands in the
+    source, or in the same program in float32.
 
     Args:
       operations: of the program, in order.
@@ -206,17 +197,12 @@ class LostConstants:
         wide = [one.wide for one in known[1:] if one.wide is not None]
         if name == "select_n" and wide and is_floating(dtype) and not is_half(dtype):
             # What a mask is filled with before it is cast.
-            self._note(results[0], wide=np.concatenate([np.ravel(value) for value in wide]))
+            self._known[results[0].key] = _Known(wide=np.concatenate([np.ravel(value) for value in wide]))
         if name == "div" and is_half(dtype):
             known[1] = self._as_divisor(known[1], eqn, dtype)
         for place, one in enumerate(known):
             if one.constant is not None:
-                self._read(eqn, site, place, known, results)
-        if name in _POLES and known[-1].guard is not None:
-            self._keep(known[-1].guard)
-        if name in _NOT_NEGATIVE or (name in _KEEPS_SIGN and known[0].not_negative):
-            for info in results:
-                self._note(info, not_negative=True)
+                self._read(eqn, site, place, one.constant)
 
     def _of(self, atom: Any, info: ValueInfo) -> _Known:
         value, dtype = info.constant, ir.dtype_of(atom)
@@ -235,13 +221,9 @@ class LostConstants:
         self.numbers[id(eqn), 1] = number = next(numbers, float(value))
         return _Known(_Constant(f"1 / {abs(number):.3g}", "inf"))
 
-    def _note(self, info: ValueInfo, **fields: Any) -> None:
-        self._known[info.key] = self._known.get(info.key, _Known())._replace(**fields)
-
-    def _read(self, eqn: Any, site: Site, place: int, known: Sequence[_Known], results: Any) -> None:
+    def _read(self, eqn: Any, site: Site, place: int, constant: _Constant) -> None:
         """Takes note of an operation that reads a constant."""
-        name, dtype, constant = eqn.primitive.name, ir.dtype_of(eqn.invars[place]), known[place].constant
-        assert constant is not None
+        name, dtype = eqn.primitive.name, ir.dtype_of(eqn.invars[place])
         written, becomes, cast_to = constant
         if name in (_BOUNDS if written and becomes != "0" else _COMPARISONS):
             return
@@ -263,31 +245,20 @@ class LostConstants:
             if len(lost) > 1:  # On one line.
                 number = self._in_float32().read.get((id(eqn), place))
                 lost.sort(key=lambda one: np.float32(one[0]) != number)
-            if lost:
-                self.numbers[id(eqn), place] = lost[0][0]
-                found = dataclasses.replace(found, written=lost[0][1])
-            elif becomes == "1" or any(_becomes(n, dtype) == becomes for n, _ in numbers):
+            if not lost:
                 return  # Unknown, or written so.
-            elif becomes == "0" and name == "add":
-                # On the right: Python's sum() begins with 0 on the left.
-                if place == 1 and float(jnp.finfo(dtype).smallest_subnormal) > _LEAST_EPSILON:
-                    self._note(results[0], guard=found)
-                return
-            elif not _is_meaningless(name, place, becomes, known):
-                return
+            self.numbers[id(eqn), place] = lost[0][0]
+            found = dataclasses.replace(found, written=lost[0][1])
         self._keep(found)
 
     def _by_another_name(self, eqn: Any, site: Site, place: int, becomes: str) -> list[tuple[float, str]]:
         """The number that an operation reads in float32, with its text."""
-        if eqn.primitive.name == "max" and is_of_activations(eqn):
-            return []  # JAX's own constants are no user's.
+        # JAX's own constants are no user's; of an optimizer's decay what it returns shows the loss.
+        is_jaxs = eqn.primitive.name == "max" and is_of_activations(eqn)
+        if is_jaxs or (becomes != "0" and is_written_in(eqn, "optax")):
+            return []
         wide = self._in_float32()
         number = wide.read.get((id(eqn), place), np.nan)
-        if is_written_in(eqn, "optax"):
-            # What an optimizer loses shows in what it returns.
-            if _is_lost(number, becomes, ir.dtype_of(eqn.invars[place])):
-                self.numbers[id(eqn), place] = number
-            return []
         if becomes == "1" and site.times == 1 and site.counted:
             # A factor near 1 loses less than a rounding, unless it is one of many: a decay.
             line = wide.of_lines.get(callers(eqn)[:1], ())
@@ -300,7 +271,7 @@ class LostConstants:
 
     def _keep(self, found: LostConstant) -> None:
         # The backward pass reads it again; a cast of it has another spelling.
-        what: Any = found.written or found.operation
+        what: Any = found.written
         with contextlib.suppress(ValueError):
             what = float(what)
         key = (found.line, found.dtype, found.becomes, what)
@@ -330,15 +301,6 @@ def lost_constants_of(jaxpr: Any, program: Callable[..., Any], arrays: Sequence[
 
 def _in_float32(array: Any) -> Any:
     return jax.ShapeDtypeStruct(array.shape, jnp.float32 if is_half(array.dtype) else array.dtype)
-
-
-def _is_meaningless(name: str, place: int, becomes: str, known: Sequence[_Known]) -> bool:
-    """Whether no program means an operation with such a constant."""
-    if becomes != "0":
-        return name in ("mul", "div") or (name in ("add", "sub") and becomes == "inf")
-    if name == "max":
-        return known[1 - place].not_negative
-    return name == "div" and place == 1
 
 
 def _lost_in_cast(value: Any, dtype: Any) -> _Constant | None:
@@ -375,14 +337,9 @@ def _text(number: float) -> str:
 
 _VIEWS, _COMPARISONS = HAVING[Trait.VIEW], HAVING[Trait.COMPARISON]
 _BOUNDS = _COMPARISONS | HAVING[Trait.BOUNDED]
-_POLES = HAVING[Trait.POLE]
-_NOT_NEGATIVE, _KEEPS_SIGN = HAVING[Trait.NOT_NEGATIVE], HAVING[Trait.KEEPS_SIGN]
 
 #: Operations whose numbers may have any name in the source.
 _NAMED = frozenset({*PYTHON_OPERATORS, "max"})
 
 #: Operations in which a factor or base of 1 is no other one nearby: a decay of 0.9999 never decays.
 _SCALES = frozenset({"mul", "pow"})
-
-#: Nobody guards a division with less: a zero in bfloat16, which begins at 1e-40, was written as zero.
-_LEAST_EPSILON = 1e-30
