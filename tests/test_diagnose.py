@@ -1749,3 +1749,46 @@ def test_a_harmless_mask_is_not_what_overflows(layers, masked_rows):
     assert found.kind == "overflow"
     if not masked_rows:
         assert found.trip == (None if layers == "unrolled" else 3)
+
+
+def test_negative_activations_that_overflow_are_no_mask():
+    def loss(w, x):
+        energy = (-jnp.square(x * w).sum(-1)).astype(jnp.float16)  # -1e5 becomes -inf.
+        p = jnp.exp(energy / 1000 / 100)
+        return (energy * jnp.float16(1e-5) - jnp.log(p)).astype(jnp.float32).mean()
+
+    found = jmpp.diagnose(loss, jnp.ones(8), jnp.ones((4, 8)) * 112.0)
+    assert (found.kind, found.operation) == ("overflow", "convert_element_type")
+
+
+@pytest.mark.slow
+def test_a_mask_is_named_where_a_loop_inside_a_loop_reads_it():
+    """Of a row that is masked altogether the softmax is NaN; the inner loop is not at fault."""
+
+    def loss(w, x, masks):
+        def layer(h, m):
+            mask = jnp.where(m, 0.0, -1e9).astype(jnp.float16)
+            q = h @ w.astype(jnp.float16)
+
+            def chunk(c, i):
+                return c, jax.nn.softmax(q[i] @ h.T + mask[i]) @ h
+
+            return jax.lax.scan(chunk, 0.0, jnp.arange(8))[1].astype(jnp.float16), None
+
+        return jax.lax.scan(layer, x.astype(jnp.float16), masks)[0].astype(jnp.float32).sum()
+
+    masks = jnp.ones((2, 8, 8), bool).at[:, 3].set(False)
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    found = jmpp.diagnose(loss, jnp.eye(8), x, masks)
+    assert found.operation == "convert_element_type"
+    assert "mask" in found.advice
+
+
+def test_an_overflow_that_is_written_to_a_reference():
+    def loss(w, x):
+        ref = jax.new_ref(jnp.zeros(8, jnp.float16))
+        ref[...] = (x[0] * w * 1000).astype(jnp.float16)
+        return ref[...].astype(jnp.float32).sum()
+
+    found = jmpp.diagnose(loss, jnp.ones(8), jnp.ones((4, 8)) * 112.0)
+    assert (found.finite, found.kind) == (False, "overflow")

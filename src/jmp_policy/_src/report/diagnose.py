@@ -220,10 +220,14 @@ def _inside(fault: Fault) -> Fault | None:
     if calls.kind_of(step.eqn) not in LOOPS:
         return None
     for trip, inner in enumerate(_runs_inside(replay, step)):
-        first = inner.first_nonfinite_step()
-        if first is not None and first >= 0:
-            forward = _forward_inside(step, inner, fault.forward)
-            return Fault(inner, first, {}, forward, before, trip)
+        for through_loops in (False, True):
+            first = inner.first_nonfinite_step(through_loops)
+            if first is None or first < 0:
+                break
+            found = Fault(inner, first, {}, _forward_inside(step, inner, fault.forward), before, trip)
+            is_loop = calls.kind_of(inner.steps[first].eqn) in LOOPS
+            if through_loops or not is_loop or _inside(found) is not None:
+                return found
         _note_largest(inner, len(inner.steps), before)
     return None
 

@@ -84,6 +84,7 @@ class EagerReplay(Interpreter):
         self.makers: dict[int, ReplayedEqn] = {}
         self.constants: set[int] = set()
         self._float32_values: dict[int, Any] = {}
+        self._are_masks: dict[int, bool] = {}
         self.arguments = [self._add(value) for value in arguments]
         self.origins = {place: i for i, place in enumerate(self.arguments)}
         self.results = self.run(jaxpr, self.arguments, site or walk.Site())
@@ -180,12 +181,18 @@ class EagerReplay(Interpreter):
     def _rank(self, source: int) -> tuple[bool, int]:
         """The order of what non-finite values come from: first what is no mask."""
         if source < 0:
-            places = [self.arguments[-2 - source]] if source != _CONSTANT else []
-            return any(map(is_mask, map(self.values.__getitem__, places))), source
-        step = self.steps[source]
-        made = step.eqn.primitive.name in _OF_MASKS
-        bad = (self.values[place] for place in step.writes if not self.ranges[place].is_finite)
-        return made and all(map(is_mask, bad)), source
+            return source != _CONSTANT and is_mask(self.values[self.arguments[-2 - source]]), source
+        if source not in self._are_masks:
+            places = self.steps[source].writes
+            self._are_masks[source] = all(self._is_filled(p) and is_mask(self.values[p]) for p in places)
+        return self._are_masks[source], source
+
+    def _is_filled(self, place: int) -> bool:
+        """Whether a value has a large negative number of the program, or of an argument, as it is."""
+        if (step := self.makers.get(place)) is not None:
+            return step.eqn.primitive.name in _OF_MASKS and any(map(self._is_filled, step.reads))
+        array = np.asarray(_read(self.values[place]))
+        return bool(jax.numpy.issubdtype(array.dtype, np.floating) and (array <= -_LARGE).any())
 
     def feeding(self, results: Sequence[int]) -> set[int]:
         """The places of the values that some results are computed from, those included."""
@@ -219,13 +226,17 @@ def _as_a_whole(eqn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_mask(value: Any) -> bool:
     """Whether what is not finite in an array is -inf, as in a mask."""
-    array = np.asarray(value)
+    array = np.asarray(_read(value))
     return bool((array[~np.isfinite(array)] == -np.inf).all())
+
+
+def _read(value: Any) -> Any:
+    return value[...] if isinstance(value, jax.Ref) else value
 
 
 def range_of(value: Any) -> Range:
     """What is in an array; nothing in one that holds no real or complex numbers."""
-    value = value[...] if isinstance(value, jax.Ref) else value
+    value = _read(value)
     dtype = getattr(value, "dtype", None)
     if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
         return Range(nan=False, infinite=False, largest=0.0)
@@ -243,6 +254,9 @@ _WHOLE = (*LOOPS, Kind.SHARD_MAP)
 
 #: Operations after which a parameter is still recognised.
 _VIEWS = HAVING[Trait.VIEW]
+
+#: A mask is filled with a number below this times -1, which float16 does not hold.
+_LARGE = 65504
 
 #: What a mask is made by.
 _OF_MASKS = HAVING[Trait.EXACT] | {"convert_element_type"}
