@@ -82,7 +82,7 @@ def audit_of(
     walk = _AuditWalk(jaxpr)
     operations, products = walk.operations, walk.products()
     names = [operation.eqn.primitive.name for operation in operations]
-    sums, integers = half_sums(walk), rounded_integers(operations, arguments)
+    sums, integers = half_sums(walk.seen), rounded_integers(operations, arguments)
     return Audit(
         function=function,
         products=tuple(products),
@@ -339,18 +339,18 @@ def half_operations(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
 #: to this: 128 terms in float16, 16 in bfloat16.
 _FEW = 1 / 8
 
-#: What makes the gradient of an array, of which several rows are read in one place, a float32 sum.
-_WEIGHT, _ACTIVATION = "g=f32 in the policy", "a cast to float32 before it is read"
+#: What makes the gradient of an array that is read in several places a float32 sum.
+_OF_GRADIENTS = "g=f32 in the policy (for an activation: a cast to float32 before it is read)"
 
 
-def half_sums(walk: Walk) -> Iterator[HalfOperation]:
+def half_sums(operations: Iterable[Operation]) -> Iterator[HalfOperation]:
     """Finds sums in half precision that add one term after another: scatter-adds, and the carries of loops.
 
     XLA adds the terms of a `reduce_sum` or `cumsum` in parts, and then the parts: of 8192 equal float16 terms
     it loses 0.3 %. A scatter-add and a loop add one by one, and the sum stops growing once a term is less
     than half of its last digit: of those terms, two thirds are lost. (Both measured on a CPU.)
     """
-    distinct, gathered = dict[int, int](), defaultdict[Any, set[str]](set)
+    distinct = dict[int, int]()
 
     def distinct_of(info: ValueInfo) -> int:
         """How many different numbers are known to be among the elements of a value."""
@@ -359,12 +359,8 @@ def half_sums(walk: Walk) -> Iterator[HalfOperation]:
             return len(np.unique(np.asarray(constant))) if jnp.issubdtype(constant.dtype, jnp.integer) else 1
         return distinct.get(info.key, 1)
 
-    for operation in walk.seen:
+    for operation in operations:
         (eqn, site, operands, results), name = operation, operation.eqn.primitive.name
-        if name == "gather" and not site.backward:
-            gathered[ir.shape_of(eqn.invars[0])].add(
-                _WEIGHT if walk.is_argument(operands[0]) else _ACTIVATION
-            )
         sums = list[tuple[Any, int, str]]()
         if operation.is_loop:
             sums = [(dtype, trips, "a float32 carry") for dtype, trips in _summed_carries(eqn)]
@@ -381,11 +377,7 @@ def half_sums(walk: Walk) -> Iterator[HalfOperation]:
                 distinct[results[0].key] = max(counts)
         for dtype, terms, repair in sums:
             if not 0 < terms * float(jnp.finfo(dtype).eps) <= _FEW:
-                if site.backward:
-                    known = gathered.get(ir.shape_of(eqn.outvars[0]), ()) if name in _SCATTERS else ()
-                    repair = (
-                        "".join(known) if len(known) == 1 else f"{_WEIGHT} (for an activation: {_ACTIVATION})"
-                    )
+                repair = _OF_GRADIENTS if site.backward else repair
                 count = f"up to {terms} terms" if terms else "an unknown number of terms"
                 why = f"adds {count} one after another: {repair} makes it a float32 sum"
                 yield _half_operation(name, site, dtype, why, terms)
