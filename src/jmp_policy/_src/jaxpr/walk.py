@@ -82,7 +82,6 @@ class ValueInfo(NamedTuple):
       constant: the number or array of the program that it is; None for anything else.
       times: how often it is made: in a scan once per trip, as `Site.times`.
       is_carry: whether it is a loop's carry at the start of a trip.
-      is_part: whether it is what a trip of a scan takes of an argument of the program.
     """
 
     key: int
@@ -91,7 +90,6 @@ class ValueInfo(NamedTuple):
     constant: Any = None
     times: int = 1
     is_carry: bool = False
-    is_part: bool = False
 
 
 class Operation(NamedTuple):
@@ -135,10 +133,6 @@ class Walk:
     def marks(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> frozenset[int]:
         """The marks that the results of an equation carry; asked several times for what is in loops."""
         return frozenset()
-
-    def is_argument(self, info: ValueInfo) -> bool:
-        """Whether a value is an argument of the program, or what a trip of a scan takes of one."""
-        return info.origin is not None or info.is_part
 
     def see(self, operation: Operation) -> None:
         """Takes note of an operation or loop; called once for each, in order."""
@@ -198,9 +192,7 @@ class Walk:
             trips = dataclasses.replace(site, counted=False)
         else:
             trips = dataclasses.replace(site, times=site.times * loop.trips)
-        xs = [
-            self.new(x.provenance, times=trips.times)._replace(is_part=self.is_argument(x)) for x in loop.xs
-        ]
+        xs = [self.new(x.provenance, times=trips.times) for x in loop.xs]
 
         def body(carry: Sequence[ValueInfo], silent: bool) -> list[ValueInfo]:
             return self.inside(loop.body, [*loop.fixed, *carry, *xs], trips, silent)

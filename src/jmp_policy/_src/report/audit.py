@@ -102,17 +102,12 @@ class _AuditWalk(Walk):
     The provenance of a value, which `marks` returns, is the set of silent upcasts that made it float32,
     and the first cast that was written: a product that reads the value is in float32 because of them.
 
-    Of the upcasts that `autocast` makes, which look like promotions, those are silent that were for float32
-    values which the model makes of no half ones.
+    Upcasts that `autocast` makes look like promotions, and it casts the operands of products to half again:
+    where it is used, no conversion counts as a silent upcast.
     """
 
     def __init__(self, jaxpr: Any):
         self._has_autocast = any(map(source_lines.is_of_autocast, ir.equations(jaxpr)))
-        self._is_inside_autocast = False
-        self._promoted: dict[int, Any] = {}
-        #: Numbers, and arguments such as a bias, that autocast casts to half where nothing else is float32;
-        #: and other shapes of arguments, which are such where they are smaller than what they meet.
-        self._not_promoting, self._reshaped, self._constants = set[int](), set[int](), set[int]()
         self._ids: dict[Any, int] = {}
         self._upcasts: dict[int, Upcast] = {}
         self._written: dict[int, str] = {}
@@ -124,22 +119,17 @@ class _AuditWalk(Walk):
             return frozenset()  # The results are half again.
         causes = frozenset().union(*(value.provenance for value in operands))
         silent = causes - self._written.keys()
-        is_silent = _is_silent_upcast(eqn, site) and not self._has_autocast
-        if is_silent or (_mixes(eqn) and not silent):
+        if self._is_silent_upcast(eqn, site) or (_mixes(eqn) and not silent):
             return silent | {self._id(eqn)}
-        is_widened = _is_upcast(eqn) or (self._has_autocast and _is_widening_product(eqn))
-        if is_widened and not site.backward:
+        if _is_upcast(eqn) and not site.backward:
             self._written[self._id(eqn)] = site.place
             return frozenset([self._id(eqn)])
         return silent | set(sorted(causes - silent)[:1])
 
-    def equation(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
-        outside = self._is_inside_autocast
-        # What is in a loop has no frames of what is around it.
-        self._is_inside_autocast = outside or (ir.holds_jaxpr(eqn) and source_lines.is_of_autocast(eqn))
-        results = super().equation(eqn, operands, site, silent)
-        self._is_inside_autocast = outside
-        return results
+    def _is_silent_upcast(self, eqn: Any, site: Site) -> bool:
+        # In a backward pass, an upcast is the transpose of a cast that was asked for.
+        is_meant = site.backward or self._has_autocast
+        return not is_meant and _is_upcast(eqn) and source_lines.is_promotion(eqn)
 
     def _id(self, eqn: Any) -> int:
         return self._ids.setdefault(eqn, len(self._ids))
@@ -148,35 +138,11 @@ class _AuditWalk(Walk):
         super().see(operation)
         if operation.is_loop:
             return
-        eqn, site, operands, results = operation
-        name = eqn.primitive.name
-        if name in _PRODUCTS:
+        eqn, site, operands, _ = operation
+        if eqn.primitive.name in _PRODUCTS:
             self._see_product(eqn, site, operands)
-        elif _is_silent_upcast(eqn, site) and self._has_autocast:
-            self._promoted[results[0].key] = eqn
-        elif _is_silent_upcast(eqn, site):
+        elif self._is_silent_upcast(eqn, site):
             self._note_upcast(eqn, site, eqn.invars[0], eqn.outvars[0])
-        elif name == "broadcast_in_dim" and (
-            isinstance(eqn.invars[0], compat.Literal)
-            or self.is_argument(operands[0])
-            or operands[0].key in self._not_promoting
-        ):
-            self._not_promoting.add(results[0].key)
-        elif name in _KEEPS_ARGUMENT and self.is_argument(operands[0]):
-            self._reshaped.update(info.key for info in results)
-        elif name in _KEEPS_ARGUMENT and self.is_constant(operands[0]):
-            self._constants.update(info.key for info in results)
-        elif name in _JOINS and all(map(self.is_argument, operands)):
-            self._reshaped.add(results[0].key)
-        self._see_promoted(eqn, site, operands)
-
-    def is_argument(self, info: ValueInfo) -> bool:
-        """The same, or whether it is one rearranged, a part of one, or several joined."""
-        return super().is_argument(info) or info.key in self._reshaped
-
-    def is_constant(self, info: ValueInfo) -> bool:
-        """Whether it is an array that the function closes over, a bias say, or one rearranged."""
-        return info.constant is not None or info.key in self._constants
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
@@ -188,7 +154,7 @@ class _AuditWalk(Walk):
         cause = ""
         if not is_half_product and source_lines.is_written_in(eqn, "optax"):
             cause = OPTAX
-        elif not is_half_product and (self._is_inside_autocast or source_lines.is_of_autocast(eqn)):
+        elif not is_half_product and self._has_autocast:
             cause = AUTOCAST  # It lowers products whatever their operands are, or leaves them.
         if cause:
             causes = frozenset()
@@ -211,24 +177,6 @@ class _AuditWalk(Walk):
     def _note_upcast(self, eqn: Any, site: Site, before: Any, after: Any) -> None:
         narrow, wide, shape = ir.dtype_of(before), ir.dtype_of(after), tuple(ir.shape_of(before))
         self._upcasts[self._id(eqn)] = Upcast(site.path, site.line, str(narrow), str(wide), shape, ())
-
-    def _see_promoted(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
-        casts = [self._promoted[v.key] for v in operands if v.key in self._promoted]
-        follows = op_table.LISTED.get(eqn.primitive.name, ("", ""))[0] == "follow"
-        if not casts or not follows or site.backward:
-            return
-        pairs, whole = zip(eqn.invars, operands, strict=True), size(eqn.outvars[0])
-        is_sum = eqn.primitive.name in _ADDS
-
-        def least(v: ValueInfo) -> int:
-            """The size from which it is no bias or scale."""
-            return max(whole, 2) if v.key in self._reshaped or (is_sum and self.is_constant(v)) else 2
-
-        wide = [v for atom, v in pairs if ir.is_float32(atom) and size(atom) >= least(v)]
-        if any(not v.provenance and v.key not in self._not_promoting for v in wide):
-            for cast in casts:
-                self._note_upcast(cast, site, cast.invars[0], cast.outvars[0])
-                self._written.pop(self._id(cast), None)
 
     def products(self) -> list[Product]:
         """The products, with their shares of the FLOPs, and why they are not in half."""
@@ -280,20 +228,11 @@ def _mixes(eqn: Any) -> bool:
     return any(map(is_half, dtypes)) and not all(is_half(d) or np.dtype(d).itemsize == 1 for d in dtypes)
 
 
-def _is_silent_upcast(eqn: Any, site: Site) -> bool:
-    # In a backward pass, an upcast is the transpose of a cast that was asked for.
-    return not site.backward and _is_upcast(eqn) and source_lines.is_promotion(eqn)
-
-
 def _is_upcast(eqn: Any) -> bool:
     if eqn.primitive.name != "convert_element_type":
         return False
     before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
     return is_half(before) and is_wide(after) and size(eqn.invars[0]) > 1
-
-
-def _is_widening_product(eqn: Any) -> bool:
-    return eqn.primitive.name in _PRODUCTS and all(is_half(ir.dtype_of(var)) for var in eqn.invars[:2])
 
 
 def repeated_casts(operations: Sequence[Operation], arguments: Sequence[str]) -> list[RepeatedCast]:
@@ -466,9 +405,6 @@ def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
 
 _SCATTERS, _VIEWS = HAVING[Trait.SCATTER_SUM], HAVING[Trait.VIEW]
 _ADDS, _JOINS = HAVING[Trait.ADDITION], HAVING[Trait.JOINS]
-
-#: Operations that give an argument rearranged, or a part of it.
-_KEEPS_ARGUMENT = _VIEWS | HAVING[Trait.KEEPS_WEIGHT] | {"stop_gradient"}
 
 #: Operations that give the numbers of their operands, or whole ones next to them.
 _KEEPS_NUMBERS = _VIEWS | HAVING[Trait.EXACT] | HAVING[Trait.DECIDES]

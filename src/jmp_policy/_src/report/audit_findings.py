@@ -29,7 +29,7 @@ _ONE = re.compile(r" 1(?:,|$)")
 _VECTORS = "with a size of 1, where padding does not help (a larger batch may)"
 
 
-#: The cause of products that autocast leaves in float32, and of those of an optimizer.
+#: The cause of float32 products of a program with autocast, and of those of an optimizer.
 AUTOCAST, OPTAX = "autocast", "optax"
 
 
@@ -51,7 +51,7 @@ class Product(PlacedOperation):
       pad: what to pad for rows of a multiple of 16 bytes ("n 1001 to 1008"), "" if nothing; a size of 1,
         which padding does not help, is "m 1".
       cause: places where half values met float32, or were cast to it, if it is not computed in half for that;
-        "autocast" if that leaves it in float32, "optax" if it is an optimizer's; else "".
+        "autocast" in a program that has it, "optax" if it is an optimizer's; else "".
       scales: how operands are scaled, of a product in float8: the name of the recipe; else "".
       stays: why it is not in float8, in a program that has such products; else "".
       precision: the `precision=` that it asks for itself, which keeps it in float32 under autocast; else "".
@@ -270,13 +270,12 @@ class Audit(Report):
         if places.keys() == {AUTOCAST}:
             return (
                 ", which autocast leaves: in region('off'), by rules=, full= or ops=, in a custom_vjp "
-                "(its warning says what lowers it), or in one of JAX's solvers"
+                "(its warning says what lowers it), in one of JAX's solvers, or outside of what is autocast"
             )
         if not places and any(other.is_half for other in self.products):
             return (
                 ", whose operands were never half: by a rule, in a norm (a float32 island), in a module "
-                "without parameters, in a custom_vjp that autocast leaves, or outside of what is wrapped or "
-                "autocast"
+                "without parameters, or outside of what is wrapped"
             )
         if not places:
             return (
@@ -337,11 +336,10 @@ class Audit(Report):
         lines = [f"{count_text(self.flops, 'FLOP')} in {len(self.products)} products."] if self.flops else []
         reasons = dict.fromkeys((h.operation, h.why) for h in self.half_operations if not _is_harmful(h))
         lines += [f"{operation} in half precision: {why}." for operation, why in reasons]
-        if narrow := " or ".join(dict.fromkeys(u.narrow for u in self.upcasts if not u.reaches)):
+        if not all(u.reaches for u in self.upcasts):
             lines.append(
                 "A silent upcast ends where what half values meet is half too, or a Python number: "
-                "`.astype(x.dtype)`, for noise `jax.random.normal(key, x.shape, x.dtype)`. Under autocast, "
-                f"which traces x in float32, name the dtype: {narrow}."
+                "`.astype(x.dtype)`, for noise `jax.random.normal(key, x.shape, x.dtype)`."
             )
         if self.uncounted:
             lines.append("Products in a while loop are counted once: nobody knows how often it runs.")
