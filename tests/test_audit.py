@@ -518,30 +518,6 @@ def test_what_is_narrow_again_no_longer_reaches():
     assert found.half_share == 1
 
 
-@pytest.mark.parametrize(
-    ("fn", "value", "times"),
-    [
-        (lambda params, x: (x @ params["w"].astype(F16)) @ params["w"].astype(F16), "params/w", 2),
-        (lambda params, x: scanned(x, params["w"].astype(F16)), None, 0),
-        (
-            lambda params, x: lax.scan(lambda c, _: (c @ params["w"].astype(F16), None), x, None, length=6)[
-                0
-            ],
-            "params/w",
-            6,
-        ),
-        (lambda params, x: jnp.sin(params["w"]).astype(F16) @ jnp.cos(params["w"]).astype(F16), None, 0),
-    ],
-    ids=["twice", "hoisted", "in a scan", "different values"],
-)
-def test_repeated_casts_name_the_argument(fn, value, times):
-    found = jmpp.audit(fn, {"w": array(16, 16, dtype=F32)}, BATCH)
-    casts = [(c.value, c.dtype, c.times, c.size) for c in found.repeated_casts]
-    assert casts == ([(value, "float16", times, 16 * 16 * 4)] if times else [])
-    if times:
-        assert all("test_audit.py:" in place for place in found.repeated_casts[0].places)
-
-
 HALF = {
     "exp": lambda x: jnp.exp(x),
     "log": lambda x: jnp.log(x),
@@ -901,45 +877,6 @@ def test_sums_over_axes_say_how_many_terms():
     assert [h.terms for h in jmpp.audit(lambda x: lax.cumsum(x), array(100)).half_operations] == [100]
 
 
-class ScannedBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + nn.Dense(16)(nn.gelu(nn.Dense(32)(nn.LayerNorm()(x)))), None
-
-
-class Blocks(nn.Module):
-    scanned: bool
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(16)(x)
-        if not self.scanned:
-            for _ in range(2):
-                x, _ = ScannedBlock()(x)
-            return x
-        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        return nn.scan(ScannedBlock, **axes, length=2)()(x, None)[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scanned", [False, True])
-def test_a_scan_over_layers_casts_another_slice_on_each_trip(scanned):
-    model = jmpp.wrap(Blocks(scanned), "mixed_float16")
-    x = array(4, 16, dtype=F32)
-    variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    found = jmpp.audit(lambda v, x: squares(model.apply(v, x)), variables, x, grad=True)
-    assert not found.repeated_casts
-    assert not found.upcasts
-
-
-def test_a_value_cast_several_times_in_a_trip_still_counts():
-    def body(carry, row):
-        return carry @ row.astype(F16) @ row.astype(F16), None
-
-    found = jmpp.audit(lambda x, w: lax.scan(body, x, w)[0], BATCH, array(5, 16, 16, dtype=F32))
-    assert [c.times for c in found.repeated_casts] == [2]
-
-
 class Recurrent(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -1168,10 +1105,10 @@ def report():
 
 def test_a_report_is_read_as_text_html_and_data():
     found = report()
-    assert all((found.products, found.upcasts, found.repeated_casts, found.half_operations))
+    assert all((found.products, found.upcasts, found.half_operations))
     text = " ".join(str(found).split())
     assert text.endswith(found.verdict)
-    for title in ("Products of step", "Silent upcasts", "Casts of the same value", "Still in half precision"):
+    for title in ("Products of step", "Silent upcasts", "Still in half precision"):
         assert title in text
         assert title in found._repr_html_()
     assert found.verdict in found._repr_html_().replace("&gt;", ">").replace("&lt;", "<")

@@ -66,7 +66,7 @@ def test_no_example_of_a_docstring_is_left_out():
 
 #: Rows of reports and records that a function returns: that function's docstring shows them.
 RECORDS = {
-    "Operation", "HalfOperation", "Product", "RepeatedCast", "Upcast", "Operand", "Zero", "Format", "Formats",
+    "Operation", "HalfOperation", "Product", "Upcast", "Operand", "Zero", "Format", "Formats",
     "Kernel", "Advice", "Change", "Estimate", "LostConstant", "MemoryRow", "ModuleRow", "Magnitudes", "Share",
     "DriftRow", "ResultDrift", "SensitivityRow", "RecommendationRow", "Tried",
 }  # fmt: skip

@@ -147,7 +147,6 @@ OBJECTS = {
     "LoweringReport": lowering,
     "Explanation": lambda: jmpp.explain(loss_fn, "float16")(PARAMS, X),
     "Formats": lambda: report.formats(1.0, 0.1),
-    "RepeatedCast": lambda: report.RepeatedCast(*("",) * len(report.RepeatedCast.__dataclass_fields__)),
     "HalfOperation": lambda: report.HalfOperation(*("",) * len(report.HalfOperation.__dataclass_fields__)),
     "LostConstant": lambda: report.LostConstant(*("",) * len(report.LostConstant.__dataclass_fields__)),
     "Tried": lambda: report.Tried({"head": "float32"}, jmpp.PolicyMap("mixed_float16"), 0.0),

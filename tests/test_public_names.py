@@ -157,7 +157,7 @@ def test_what_an_audit_returns():
     found = jmpp.audit(stored_in_half, W, X)
     assert isinstance(found, jmpp.report.Audit)
     assert rows_of(found) == {
-        jmpp.report.Product, jmpp.report.HalfOperation, jmpp.report.RepeatedCast, jmpp.report.Upcast
+        jmpp.report.Product, jmpp.report.HalfOperation, jmpp.report.Upcast
     }  # fmt: skip
 
 

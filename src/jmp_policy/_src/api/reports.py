@@ -1,7 +1,7 @@
 """The reports, and all that they return, under their public names."""
 
 from jmp_policy._src.report.audit import audit
-from jmp_policy._src.report.audit_findings import Audit, HalfOperation, Product, RepeatedCast, Upcast
+from jmp_policy._src.report.audit_findings import Audit, HalfOperation, Product, Upcast
 from jmp_policy._src.report.diagnose import diagnose
 from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero
 from jmp_policy._src.report.drift.drift import assert_drift, drift, drift_metrics
@@ -26,7 +26,7 @@ __all__ = [
     "Advice", "Audit", "Change", "Diagnosis", "Drift", "DriftRow", "Estimate", "Format", "Formats",
     "GradientSpectrum", "HalfOperation", "Kernel", "LostConstant", "LoweringReport",
     "LoweringUnavailableError", "Magnitudes", "MemoryReport", "MemoryRow", "ModuleRow", "Operand",
-    "Product", "Recommendation", "RecommendationRow", "RepeatedCast", "ResultDrift", "Sensitivity",
+    "Product", "Recommendation", "RecommendationRow", "ResultDrift", "Sensitivity",
     "SensitivityRow", "Share", "SpectrumState", "Summary", "Tried", "Upcast", "Zero", "advise",
     "assert_drift", "audit", "diagnose", "drift", "drift_metrics", "formats", "gradient_spectrum",
     "lowering_report", "memory_report", "recommend", "sensitivity", "spectrum_value_and_grad", "summary",

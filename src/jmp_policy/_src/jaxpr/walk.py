@@ -1,7 +1,6 @@
 """Walking a traced program: every operation with where it is, how often it runs, and what its operands are.
 
-Values are followed through calls and loops, so that a report can say that the weight converted here is the
-one converted there.
+Values are followed through calls and loops, so that a report can say what an operand was computed from.
 """
 
 import dataclasses
@@ -80,7 +79,6 @@ class ValueInfo(NamedTuple):
       origin: index of the program's argument that it is, or None.
       provenance: the marks that a visitor put on values that it was computed from.
       constant: the number or array of the program that it is; None for anything else.
-      times: how often it is made: in a scan once per trip, as `Site.times`.
       is_carry: whether it is a loop's carry at the start of a trip.
     """
 
@@ -88,7 +86,6 @@ class ValueInfo(NamedTuple):
     origin: int | None = None
     provenance: frozenset[int] = frozenset()
     constant: Any = None
-    times: int = 1
     is_carry: bool = False
 
 
@@ -138,11 +135,9 @@ class Walk:
         """Takes note of an operation or loop; called once for each, in order."""
         self.seen.append(operation)
 
-    def new(
-        self, provenance: frozenset[int] = frozenset(), origin: int | None = None, times: int = 1
-    ) -> ValueInfo:
+    def new(self, provenance: frozenset[int] = frozenset(), origin: int | None = None) -> ValueInfo:
         self._keys += 1
-        return ValueInfo(self._keys, origin, provenance, times=times)
+        return ValueInfo(self._keys, origin, provenance)
 
     def inside(
         self, jaxpr: Any, arguments: Sequence[ValueInfo], outer: Site, silent: bool
@@ -169,14 +164,14 @@ class Walk:
             return self._loop(eqn, operands, site, silent)
         if kind in (Kind.COND, Kind.PLATFORM):
             branches = [self.inside(j, operands[1:], site, silent) for j in control_flow.branches(eqn)]
-            return [self.new(_joined(results), times=site.times) for results in zip(*branches, strict=True)]
+            return [self.new(_joined(results)) for results in zip(*branches, strict=True)]
         called = calls.looked_into(eqn)
         if called is not None:
             return self.inside(called.jaxpr, operands[called.skipped :], site, silent)
         inner = calls.inner_jaxprs(eqn)
         if not inner:
             provenance = self.marks(eqn, site, operands)
-            results = [self.new(provenance, times=site.times) for _ in eqn.outvars]
+            results = [self.new(provenance) for _ in eqn.outvars]
             if not silent:
                 self.see(Operation(eqn, site, operands, results))
             return results
@@ -184,7 +179,7 @@ class Walk:
         for jaxpr in inner:
             arguments = [self.new(provenance) for _ in compat.open_jaxpr(jaxpr).invars]
             self.inside(jaxpr, arguments, site, silent)
-        return [self.new(provenance, times=site.times) for _ in eqn.outvars]
+        return [self.new(provenance) for _ in eqn.outvars]
 
     def _loop(self, eqn: Any, operands: list[ValueInfo], site: Site, silent: bool) -> list[ValueInfo]:
         loop = control_flow.loop(eqn, operands)
@@ -192,13 +187,13 @@ class Walk:
             trips = dataclasses.replace(site, counted=False)
         else:
             trips = dataclasses.replace(site, times=site.times * loop.trips)
-        xs = [self.new(x.provenance, times=trips.times) for x in loop.xs]
+        xs = [self.new(x.provenance) for x in loop.xs]
 
         def body(carry: Sequence[ValueInfo], silent: bool) -> list[ValueInfo]:
             return self.inside(loop.body, [*loop.fixed, *carry, *xs], trips, silent)
 
         def carried(provenance: Sequence[frozenset[int]]) -> list[ValueInfo]:
-            return [self.new(known, times=trips.times)._replace(is_carry=True) for known in provenance]
+            return [self.new(known)._replace(is_carry=True) for known in provenance]
 
         def after(provenance: list[frozenset[int]]) -> list[frozenset[int]]:
             results = body(carried(provenance), True)
@@ -207,7 +202,7 @@ class Walk:
         carry = carried(ir.fixed_point([info.provenance for info in loop.start], after))
         if loop.test is not None:
             self.inside(loop.test, [*loop.tested, *carry], trips, silent)
-        return [self.new(info.provenance, times=site.times) for info in body(carry, silent)]
+        return [self.new(info.provenance) for info in body(carry, silent)]
 
 
 def _joined(infos: Sequence[ValueInfo]) -> frozenset[int]:

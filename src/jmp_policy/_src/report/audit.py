@@ -1,15 +1,15 @@
-"""Audits the jaxpr of a function: precision of products, silent upcasts, repeated casts, sums in half."""
+"""Audits the jaxpr of a function: precision of products, silent upcasts, sums in half."""
 
 import dataclasses
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from jmp_policy._src.core.dtypes import is_floating, is_half, is_wide
+from jmp_policy._src.core.dtypes import is_half, is_wide
 from jmp_policy._src.jaxpr import compat, control_flow, ir, matrix_products, op_table, source_lines
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Operation, Site, ValueInfo, Walk, size
@@ -20,7 +20,6 @@ from jmp_policy._src.report.audit_findings import (
     Audit,
     HalfOperation,
     Product,
-    RepeatedCast,
     Upcast,
 )
 from jmp_policy._src.report.function import as_function
@@ -87,7 +86,6 @@ def audit_of(
         function=function,
         products=tuple(products),
         upcasts=tuple(walk.upcasts()),
-        repeated_casts=tuple(repeated_casts(operations, arguments)),
         half_operations=(*half_operations(operations), *sums, *integers),
         opaque=dict(Counter(filter(_KERNELS.__contains__, names))),
         flops=sum(p.flops for p in products),
@@ -233,33 +231,6 @@ def _is_upcast(eqn: Any) -> bool:
         return False
     before, after = ir.dtype_of(eqn.invars[0]), ir.dtype_of(eqn.outvars[0])
     return is_half(before) and is_wide(after) and size(eqn.invars[0]) > 1
-
-
-def repeated_casts(operations: Sequence[Operation], arguments: Sequence[str]) -> list[RepeatedCast]:
-    """The casts of one value to the same dtype, most bytes first."""
-    found, known = list[RepeatedCast](), defaultdict[Any, list[tuple[Site, int]]](list)
-    for eqn, site, operands, _ in operations:
-        if eqn.primitive.name != "convert_element_type":
-            continue
-        (var,), (operand,), before, after = (
-            eqn.invars,
-            operands,
-            *map(ir.dtype_of, (*eqn.invars, *eqn.outvars)),
-        )
-        if not (is_floating(before) and is_floating(after)) or isinstance(var, compat.Literal):
-            continue
-        # XLA fuses the upcast of a computed value into the operations that read it.
-        costs = operand.origin is not None or jnp.finfo(after).bits < jnp.finfo(before).bits
-        if costs and before != after and size(var) > 1:
-            value = "a computed value" if operand.origin is None else arguments[operand.origin]
-            # In a scan a value is another one on each trip, unless it comes from outside.
-            times = site.times // operand.times
-            known[operand.key, value, str(after), size(var) * np.dtype(before).itemsize].append((site, times))
-    for (_, value, dtype, cost), casts in known.items():
-        times, places = sum(times for _, times in casts), dict.fromkeys(site.place for site, _ in casts)
-        if times > 1:
-            found.append(RepeatedCast(value, dtype, times, cost, tuple(places)))
-    return sorted(found, key=lambda cast: -cast.times * cast.size)
 
 
 def half_operations(operations: Sequence[Operation]) -> Iterator[HalfOperation]:

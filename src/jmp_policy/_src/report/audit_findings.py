@@ -12,7 +12,6 @@ from jmp_policy._src.core.report_base import (
     Report,
     Sum,
     Table,
-    bytes_text,
     count_text,
     joined,
     joined_places,
@@ -104,25 +103,6 @@ class Upcast(Placed):
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatedCast:
-    """Value that is cast to the same dtype several times: an argument, or any value cast to fewer bits.
-
-    Args:
-      value: path of the argument ("params/Dense_0/kernel"), or "a computed value".
-      dtype: dtype of the casts.
-      times: number of casts; in the body of a scan, one of a value from outside counts once per trip.
-      size: bytes that one cast reads.
-      places: places of the casts.
-    """
-
-    value: str
-    dtype: str
-    times: int
-    size: int
-    places: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class HalfOperation(PlacedOperation):
     """Operation in half precision that belongs in float32: an exponential, a logarithm, a sum.
 
@@ -151,7 +131,6 @@ class Audit(Report):
       function: name of the function.
       products: every product, in order.
       upcasts: half values that JAX promoted silently.
-      repeated_casts: values that are cast more than once.
       half_operations: operations in half precision that should be in float32.
       opaque: kernels that the audit cannot look into, with their number by name.
       flops: floating-point operations of all products.
@@ -169,7 +148,6 @@ class Audit(Report):
     function: str
     products: tuple[Product, ...]
     upcasts: tuple[Upcast, ...]
-    repeated_casts: tuple[RepeatedCast, ...]
     half_operations: tuple[HalfOperation, ...]
     opaque: dict[str, int]
     flops: int
@@ -313,10 +291,6 @@ class Audit(Report):
             (u.path, u.line, f"{u.narrow} to {u.wide}", list(u.shape), joined(u.reaches) or "no product")
             for u in self.upcasts
         ]
-        casts = [
-            (c.value, c.dtype, Sum(c.times), Sum(c.size, bytes_text), joined(c.places))
-            for c in self.repeated_casts
-        ]
         half = [
             (h.operation, h.dtype, h.path, h.line.partition(" ")[0], h.direction, Sum(h.times), h.terms or "")
             # Those that the verdict names first.
@@ -324,7 +298,6 @@ class Audit(Report):
         ]
         others = (
             Table(("module", "line", "cast", "shape", "reaches"), upcasts, "Silent upcasts", most=4),
-            Table(("value", "to", "times ", "size ", "where"), casts, "Casts of the same value", most=2),
             Table(_HALF_COLUMNS, half, "Still in half precision", most=1),
             lost_constants.table(self.constants),
         )
