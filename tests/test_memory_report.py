@@ -405,19 +405,6 @@ def test_what_it_says(reports):
     assert "only its size is known" in " ".join(text.split())
 
 
-def test_plot(reports):
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figure = reports("plain").plot()
-    (axes,) = figure.axes
-    assert "MB" in axes.get_ylabel()
-    assert [label.get_text().split(",")[0] for label in axes.get_xticklabels()] == ["XLA"] * 2 + [
-        "estimate"
-    ] * 2
-    tops = [sum(bar[i].get_height() for bar in axes.containers) for i in range(4)]
-    np.testing.assert_allclose(tops[:2], [reports("plain").float32 / 1e6, reports("plain").policy / 1e6])
-    pyplot.close(figure)
-
-
 def test_mistakes():
     with pytest.raises(TypeError, match=r"memory_report takes a function.*call it already"):
         memory_report(jnp.ones(2))  # type: ignore[arg-type]
@@ -425,7 +412,6 @@ def test_mistakes():
         memory_report(MLP(), jnp.ones((2, 8)))
     with pytest.raises(KeyError, match="No memory is called 'weights': parameters, half copies"):
         memory_report(jnp.sin, jnp.ones(2)).row("weights")
-    assert len(memory._COLORS) == len(memory._CATEGORIES)
 
 
 @pytest.mark.slow

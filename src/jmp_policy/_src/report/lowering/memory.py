@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half, promote_dtype
-from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent, plotting
+from jmp_policy._src.core.report_base import Report, Table, bytes_text, percent
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.jaxpr import compat, ir
 from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
@@ -135,40 +134,11 @@ class MemoryReport(Report):
             )
         return [*lines, self.verdict]
 
-    def plot(self) -> Any:
-        """Draws stacked bars: what XLA allots and the estimate, in float32 and under the policy.
-
-        Returns:
-          The Matplotlib figure.
-
-        Raises:
-          ImportError: when Matplotlib is not installed.
-        """
-        pyplot = plotting("MemoryReport.plot")
-        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-        bars = ["float32", "policy", "expected_float32", "expected_policy"]
-        programs = ("float32", self.precision)
-        names = [f"{source},\n{program}" for source in ("XLA", "estimate") for program in programs]
-        below = np.zeros(len(bars))
-        for row, color in zip(self.rows, _COLORS, strict=True):
-            heights = np.array([getattr(row, bar) for bar in bars]) / 1e6
-            if heights.any():
-                axes.bar(names, heights, bottom=below, color=color, label=row.category)
-            below += heights
-        axes.set_ylabel("memory on one device (MB)")
-        axes.set_title(f"{self.function} on {self.backend}")
-        handles, labels = axes.get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
-        return figure
-
 
 _CATEGORIES = (
     "parameters", "half copies", "optimizer state", "gradients", "activations", "inputs", "results",
     "temporaries",
 )  # fmt: skip
-
-#: Okabe and Ito's, which the colour-blind can tell apart.
-_COLORS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#999999", "#CC79A7", "#F0E442")
 
 
 def _change(now: int, before: int) -> str:
@@ -206,7 +176,7 @@ def memory_report(
         the default backend.
 
     Returns:
-      A `MemoryReport`; `print` shows it, `.plot()` draws it, `.verdict` is its last line.
+      A `MemoryReport`; `print` shows it, `.verdict` is its last line.
 
     Raises:
       TypeError: when `fn` is no function.
