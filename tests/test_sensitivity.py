@@ -577,11 +577,10 @@ class Attends(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(6,), (2, 3)])
-@pytest.mark.parametrize("rows", [False, True])
-def test_a_mask_that_leaves_a_row_without_numbers_overflows(rows, shape):
+def test_a_mask_that_becomes_infinite_is_no_overflow(shape):
     x = jax.random.normal(jax.random.key(0), (6, 16))
     real = jnp.arange(6) < 4
-    mask = real[:, None] & real if rows else jnp.broadcast_to(real, (6, 6))
+    mask = jnp.broadcast_to(real, (6, 6))
     params = Attends(shape).init(jax.random.key(1), x, mask)
 
     def loss_of(model):
@@ -592,9 +591,9 @@ def test_a_mask_that_leaves_a_row_without_numbers_overflows(rows, shape):
         return loss_fn
 
     half = jax.grad(loss_of(jmpp.wrap(Attends(shape), "mixed_float16")))(params)
-    assert bool(jmpp.all_finite(half)) == (not rows)
+    assert bool(jmpp.all_finite(half))
     found = jmpp.sensitivity(loss_of(Attends(shape)), params, dtype="float16", probes=1)
-    assert (found.rows[0].overflow > 0) == rows
+    assert found.rows[0].overflow == 0
 
 
 class Pools(nn.Module):

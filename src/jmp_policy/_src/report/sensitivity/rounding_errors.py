@@ -35,7 +35,7 @@ import numpy as np
 from jmp_policy._src.core.narrowing import narrowed
 from jmp_policy._src.report import progress
 from jmp_policy._src.report.pieces import compiled_quickly, totals
-from jmp_policy._src.report.sensitivity.tapped_program import Rows, Sink, Which
+from jmp_policy._src.report.sensitivity.tapped_program import Sink, Which
 from jmp_policy._src.report.sensitivity.traced_loss import TracedLoss
 from jmp_policy._src.report.tapping import varying_like
 
@@ -67,28 +67,12 @@ def _rounded(x: Any, dtype: str, scale: Any = None) -> Any:
     return narrowed(x * scale, dtype).astype(jnp.float32) / scale
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _counted_rounding(x: jax.Array, dtype: str, rows: Rows) -> tuple[jax.Array, Sequence[Any], jax.Array]:
-    """What rounding adds, how many values overflow and underflow, and which are -inf beside other values."""
+@functools.partial(jax.jit, static_argnums=1)
+def _counted_rounding(x: jax.Array, dtype: str) -> tuple[jax.Array, Sequence[Any], jax.Array]:
+    """What rounding adds, how many values overflow and underflow, and which become -inf: it may be a mask."""
     error, overflow, underflow = rounding(x, dtype)
-    is_low = overflow & (x < 0) & ~_is_in_low_row(x, overflow, rows)
+    is_low = overflow & (x < 0)
     return error, totals([x.astype(jnp.float32) for x in (overflow & ~is_low, underflow)]), is_low
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _counted_rows(x: jax.Array, dtype: str, rows: Rows) -> tuple[jax.Array, Sequence[Any], jax.Array]:
-    """The same of what is rounded already: no error, and how many values are in rows of -inf alone."""
-    _, overflow, _ = rounding(x, dtype)
-    count = jnp.sum(_is_in_low_row(x, overflow, rows), dtype=jnp.float32)
-    return jnp.zeros_like(x), (count, jnp.zeros_like(count)), jnp.zeros_like(overflow)
-
-
-def _is_in_low_row(x: jax.Array, overflow: jax.Array, rows: Rows) -> jax.Array:
-    """Which values are in a row that is -inf alone: a softmax of it is NaN."""
-    low, found = overflow & (x < 0), jnp.zeros_like(overflow)
-    for axes in rows:
-        found |= low.all(axes, keepdims=True)
-    return found
 
 
 @jax.jit
@@ -124,13 +108,9 @@ class Counter(NamedTuple):
 
         return Counter(*map(moved, self))
 
-    def rounded(self, x: jax.Array, dtype: str, rows: Rows) -> Any:
-        """What rounding adds, and counts; `rows` are the axes of which a softmax may be taken."""
-        return _counted_rounding(jax.lax.stop_gradient(x), dtype, rows)
-
-    def chosen(self, x: jax.Array, dtype: str, rows: Rows) -> Any:
-        """The same of what a mask chooses, which rounds nothing."""
-        return _counted_rows(jax.lax.stop_gradient(x), dtype, rows)
+    def rounded(self, x: jax.Array, dtype: str) -> Any:
+        """What rounding adds, and counts."""
+        return _counted_rounding(jax.lax.stop_gradient(x), dtype)
 
     def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value as it is; it passes another tap, at which c arrives."""
@@ -215,11 +195,9 @@ class Switch(NamedTuple):
         """The sink itself."""
         return self
 
-    def rounded(self, x: jax.Array, dtype: str, rows: Rows) -> Any:
+    def rounded(self, x: jax.Array, dtype: str) -> Any:
         """The value, rounded."""
         return _rounded(x, dtype)
-
-    chosen = rounded
 
     def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value, rounded or not."""

@@ -11,10 +11,9 @@ code made the value:
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import numpy as np
@@ -31,10 +30,6 @@ from jmp_policy._src.jaxpr.walk import size
 _BROADCASTING = HAVING[Trait.BROADCASTS]
 
 _EXACT, _EXACT_TRANSPOSE = HAVING[Trait.EXACT], HAVING[Trait.EXACT_TRANSPOSE]
-
-
-#: Axes along which maxima are taken of arrays of a shape.
-Rows: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Which(NamedTuple):
@@ -174,12 +169,10 @@ class TappedProgram(Interpreter):
     ):
         self._group_of, self._sinks, self._dtype, self._written = group_of, sinks, dtype, written
         self._readers: Mapping[Any, Sequence[Any]] = {}
-        self._maxima: Mapping[Any, Rows] = {}
         self.groups: dict[str, None] = {}
 
     def __call__(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         """The results of a closed jaxpr, in float32."""
-        self._maxima = _maxima(jaxpr)
         return [self._outside(out) for out in self.run(jaxpr, [Tapped(to_float32(x)) for x in arrays], ())]
 
     def run(self, jaxpr: Any, values: Sequence[Tapped], where: tuple[str, ...] = ()) -> list[Tapped]:
@@ -263,12 +256,8 @@ class TappedProgram(Interpreter):
         forward = not is_half(ir.dtype_of(eqn.invars[0])) if is_cast else eqn.primitive.name not in _EXACT
         own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
         backward = len(own) > 1 or any(reader.primitive.name not in _EXACT_TRANSPOSE for reader in own)
-        made = counted = Tapped(array, group)
-        if eqn.primitive.name == "select_n" and self._is_asked(group) and (rows := self._rows(array)):
-            # For a reader in another module it is rounded all the same.
-            counted = Tapped(array, group)
-            counted.rounded, forward = self._sinks[Sink(group, False)].chosen(array, self._dtype, rows), True
-        made.array = self._tapped(counted, array, group, forward, backward)
+        made = Tapped(array, group)
+        made.array = self._tapped(made, array, group, forward, backward)
         return made
 
     def _operand(self, value: Tapped, eqn: Any, place: int, group: str | None) -> Any:
@@ -305,17 +294,9 @@ class TappedProgram(Interpreter):
             return array
         sink = self._sinks[Sink(group, alone)]
         if value and of.rounded is None:
-            of.rounded = sink.rounded(of.array, self._dtype, self._rows(of.array))
+            of.rounded = sink.rounded(of.array, self._dtype)
         which = Which(value, cotangent, self._dtype)
         return tap(which, array, of.rounded if value else None, sink.beside(array))
-
-    def _rows(self, array: Any) -> Rows:
-        """The axes along which the program takes maxima of arrays of this shape, as a softmax does.
-
-        Of no array of this shape, but of others: the last, for it may be reshaped or sliced before.
-        """
-        last = ((array.ndim - 1,),) if self._maxima and array.ndim and array.shape[-1] > 1 else ()
-        return self._maxima.get(array.shape, last)
 
     def _is_asked(self, group: str | None) -> TypeGuard[str]:
         if group is not None:
@@ -339,15 +320,6 @@ class TappedProgram(Interpreter):
             for x, atom in zip(arrays, eqn.invars, strict=True)
         ]
         return self.bind(eqn, *full)
-
-
-def _maxima(jaxpr: Any) -> dict[tuple[int, ...], Rows]:
-    """By shape the axes along which a program takes maxima."""
-    found = defaultdict[tuple[int, ...], set[tuple[int, ...]]](set)
-    for eqn in ir.equations(jaxpr):
-        if eqn.primitive.name == "reduce_max":
-            found[ir.shape_of(eqn.invars[0])].add(tuple(eqn.params["axes"]))
-    return {shape: tuple(sorted(axes)) for shape, axes in found.items()}
 
 
 def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, list[Any]]:
