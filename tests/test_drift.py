@@ -610,6 +610,10 @@ def test_a_number_that_half_makes_one_is_rounded_where_it_is_added():
     x = jnp.full(8, 0.25)
     # Which of the numbers of a line an addition has nobody knows.
     assert jmpp.drift(lambda x: (0.9998 + x.astype(HALF)) * (1 + x.astype(HALF)), x, grad=False).error < 1e-4
+    one = 1.0
+    assert (
+        jmpp.drift(lambda x: (0.9998 + x.astype(HALF)) * (one + x.astype(HALF)), x, grad=False).error < 1e-4
+    )
 
 
 @pytest.mark.slow

@@ -178,8 +178,13 @@ class LostConstants:
         self.numbers: dict[tuple[int, int], float] = {}
         self._found: dict[Any, LostConstant] = {}
         self._known: dict[int, _Known] = {}
+        self._ones: dict[Any, list[tuple[int, int, float]]] = defaultdict(list)
         for operation in operations:
             self._see(*operation)
+        # JAX has ones of its own: a line's number is that of the only one that it reads.
+        for (eqn, place, number), *others in self._ones.values():
+            if not others and number != 1:
+                self.numbers[eqn, place] = number
 
     def found(self) -> tuple[LostConstant, ...]:
         """What was found, each place once."""
@@ -231,8 +236,7 @@ class LostConstants:
             # No decay that never decays, but the rounding of a number like any other.
             numbers = {} if written else dict(written_constants(eqn))
             lost = [n for n in numbers if _is_lost(n, becomes, dtype)]
-            if lost and 1 not in numbers:
-                self.numbers[id(eqn), place] = lost[0]
+            self._ones[callers(eqn)[:1]].append((id(eqn), place, 1 if site.backward else next(iter(lost), 1)))
             return
         found = LostConstant(
             name, site.path, site.line, site.backward, cast_to or str(dtype), written, becomes
