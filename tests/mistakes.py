@@ -217,7 +217,6 @@ SCALES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "optax|inside",
     ),
-    "a mode that is none": (lambda: jmpp.loss_scaled(SGD, SCALE, on_nonfinite="skip"), "skip_step"),
     "count_mode is misspelt": (lambda: jmpp.loss_scaled(SGD, SCALE, count_mode="holt"), "'hold'"),
     "torch's scaler": (lambda: jmpp.GradScaler, "loss_scaled.*scaled_value_and_grad"),
     "Keras's optimizer": (lambda: jmpp.LossScaleOptimizer, r"loss_scaled\("),

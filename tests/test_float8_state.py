@@ -133,12 +133,11 @@ def test_updates_of_the_state_need_the_parameters():
         tx.update(GRADS, tx.init(PARAMS))
 
 
-@pytest.mark.parametrize("mode", ["skip_step", "drop_loss"])
-def test_of_several_losses_it_is_the_maximum(mode):
+def test_of_several_losses_it_is_the_maximum():
     seen = []
     inner = optax.stateless(lambda updates, params: seen.append(updates) or updates)
     scales = {"a": jmpp.StaticLossScale(2.0), "b": jmpp.StaticLossScale(4.0)}
-    tx = jmpp.loss_scaled(inner, scales, on_nonfinite=mode)
+    tx = jmpp.loss_scaled(inner, scales)
     other = GRADS | {COLLECTION: {"dense": {"scale": jnp.ones(1), "amax": jnp.array([7.0, 3.0])}}}
     updates, _ = tx.update({"a": GRADS, "b": other}, tx.init(GRADS), PARAMS)
     assert_state(optax.apply_updates(PARAMS, updates), 1, [100, 3])

@@ -151,8 +151,7 @@ def _hopeless(values: dict[str, np.ndarray], static: set[str], limit: int | None
     times = ", ".join(f"{loss[1:]!r} {values[f'nonfinite_steps{loss}'].max()}" for loss in losses)
     return (
         f"{skips} steps skipped in a row, {skipped} in all, by no single loss: the gradients of the "
-        f"losses were not finite this often: {times}. loss_scaled(..., on_nonfinite='drop_loss') leaves out "
-        "only the loss that overflows."
+        f"losses were not finite this often: {times}."
     ), max(float(values[f"loss_scale{loss}"].max()) for loss in losses)
 
 

@@ -27,7 +27,7 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import is_number
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling import float8_state, loss_scales, scale_mistakes
+from jmp_policy._src.loss_scaling import float8_state, loss_scales
 from jmp_policy._src.loss_scaling.forgotten_scale import ForgottenScaleCheck
 from jmp_policy._src.loss_scaling.gradients import Decision, all_finite
 from jmp_policy._src.loss_scaling.loss_scale import (
@@ -54,7 +54,6 @@ def loss_scaled(
     *,
     axis_name: Any = None,
     count_mode: Literal["hold", "advance"] = "hold",
-    on_nonfinite: Literal["skip_step", "drop_loss"] = "skip_step",
     monitor: Groups = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer take scaled gradients, and skip the steps on which they are not finite.
@@ -66,7 +65,6 @@ def loss_scaled(
       loss_scale: the scale to start with; for several losses, a mapping from their names to scales.
       axis_name: axes over which devices agree whether to skip, inside `shard_map` or `pmap`.
       count_mode: whether counts in `inner`'s state, as of schedules, "hold" on a skipped step or "advance".
-      on_nonfinite: where one of several losses is not finite, "skip_step", or "drop_loss" that loss.
       monitor: keeps magnitudes of gradients for `metrics`: True, or a function from a path to its group.
 
     Returns:
@@ -91,9 +89,8 @@ def loss_scaled(
     """
     transformation = check_inner(inner, "loss_scaled")
     several = isinstance(loss_scale, Mapping)
-    modes = ("skip_step", "drop_loss") if several else ("skip_step",)
-    if count_mode not in ("hold", "advance") or on_nonfinite not in modes:
-        raise scale_mistakes.unknown_mode(count_mode, on_nonfinite)
+    if count_mode not in ("hold", "advance"):
+        raise ValueError(f"count_mode must be 'hold' or 'advance', got {count_mode!r}.")
     groups = monitor if isinstance(monitor, bool) else check_groups(monitor)
     initial = loss_scales.check(loss_scale) if several else {"": check_loss_scale(loss_scale)}
     check_multiplied = ForgottenScaleCheck(initial)
@@ -140,16 +137,13 @@ def loss_scaled(
             each_finite = loss_scales.each_finite(gradients, axis_name)
         else:
             each_finite = {"": all_finite(gradients[""], axis_name)}
-        together = lax.bitwise_and if on_nonfinite == "skip_step" else lax.bitwise_or
-        finite = functools.reduce(together, each_finite.values())
-        kept = each_finite if on_nonfinite == "drop_loss" else None
-
-        def total(grads: dict[str, PyTree]) -> PyTree:
-            return loss_scales.total(grads, kept) if several else grads[""]
+        finite = functools.reduce(lax.bitwise_and, each_finite.values())
 
         if "grad" in extra_args:
-            extra_args["grad"] = total(unscale(by_loss(extra_args["grad"]), scales))
-        new_updates, inner_state = run(total(grads), state.inner_state, tree_to_float32(params), **extra_args)
+            extra_args["grad"] = loss_scales.total(unscale(by_loss(extra_args["grad"]), scales))
+        new_updates, inner_state = run(
+            loss_scales.total(grads), state.inner_state, tree_to_float32(params), **extra_args
+        )
         step = Decision(finite)
         skipped = ~step.for_small
         new_updates = jax.tree.map(lambda u: _update_unless_skipped(step, u), new_updates)

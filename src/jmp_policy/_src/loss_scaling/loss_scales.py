@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jmp_policy._src.core.pytree import pytree_dataclass
 from jmp_policy._src.core.suggest import did_you_mean
@@ -232,30 +231,13 @@ def each_finite(grads: Mapping[str, PyTree], axis_name: Any) -> dict[str, jax.Ar
     return {name: agreed[i] for i, name in enumerate(finite)}
 
 
-def total(grads: Mapping[str, PyTree], finite: Mapping[str, jax.Array] | None) -> PyTree:
+def total(grads: Mapping[str, PyTree]) -> PyTree:
     """Adds up the gradients of all losses, in the order of the names.
 
     Of the state of float8 layers it takes the maximum, as Flax for a layer that is used twice.
-
-    Args:
-      grads: gradients by loss.
-      finite: which losses are finite, where the others are to be left out; else None.
     """
-    if finite is not None:
-        grads = {n: jax.tree.map(lambda g, f=finite[n]: _zero_unless(f, g), t) for n, t in grads.items()}
     return reduce(lambda a, b: map_derivatives(_plus, a, jnp.maximum, [b]), grads.values())
 
 
 def _plus(a: Any, b: Any) -> Any:
-    return a if _is_float0(a) else a + b
-
-
-def _zero_unless(finite: jax.Array, grad: Any) -> Any:
-    if _is_float0(grad):
-        return grad
-    grad = jnp.asarray(grad)
-    return lax.select(finite, grad, jnp.zeros_like(grad))
-
-
-def _is_float0(x: Any) -> bool:
-    return getattr(x, "dtype", None) == jax.dtypes.float0
+    return a if getattr(a, "dtype", None) == jax.dtypes.float0 else a + b

@@ -53,18 +53,6 @@ def no_bound(name: str, value: float, smallest: float) -> ValueError:
     )
 
 
-def unknown_mode(count_mode: Any, on_nonfinite: Any) -> ValueError:
-    """Makes the error for modes of `loss_scaled` that there are not, or not for one loss."""
-    if count_mode not in ("hold", "advance"):
-        return ValueError(f"count_mode must be 'hold' or 'advance', got {count_mode!r}.")
-    if on_nonfinite != "drop_loss":
-        return ValueError(f"on_nonfinite must be 'skip_step' or 'drop_loss', got {on_nonfinite!r}.")
-    return ValueError(
-        "on_nonfinite='drop_loss' leaves one of several losses out, and this optimizer has one loss "
-        "scale for all. Give it a mapping from losses to loss scales."
-    )
-
-
 def no_loss(out: Any, has_aux: bool) -> TypeError:
     """Makes the error for what a loss function returned, if that is no loss."""
     if has_aux:
