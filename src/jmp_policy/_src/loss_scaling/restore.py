@@ -208,8 +208,14 @@ def _match(
     (None, `optax.EmptyState`) are ignored: checkpoints differ in how they write them.
     """
     children, found = _children(wanted), _children(given)
-    if children is None or _is_box(wanted, children):
-        yield from (dataclasses.replace(p, limits=limits) for p in _match_leaf(path, wanted, given, field))
+    if children is None:
+        (leaf,) = jax.tree.leaves(wanted)
+        if found is None:
+            (value,) = jax.tree.leaves(given)
+            yield _Pair(path, leaf, value, limits=limits)
+        else:
+            yield _Pair(path, leaf, field=field)
+            yield from _left_over(path, given)
         return
     # Whole variables name the parameters. Beside the state of float8 layers they must, and Flax's TrainState
     # then gives the optimizer what is under the name; without that state it gives it what it has.
@@ -243,23 +249,6 @@ def _match(
             yield from _left_over(_join(path, name), child, name if name == COLLECTION else unused)
 
 
-def _match_leaf(path: str, wanted: Any, given: Any, field: str) -> Iterator[_Pair]:
-    """Yields the pair of one leaf; either may be in a box such as `nnx.Variable` or {"value": array}.
-
-    {"value": array} is what Orbax restores for a Variable without a target.
-    """
-    (leaf,) = jax.tree.leaves(wanted) if _children(wanted) else [wanted]
-    found = _children(given)
-    while found is not None and found.keys() == {"value"}:
-        given = found["value"]
-        found = _children(given)
-    if found is None:
-        yield _Pair(path, leaf, given)
-        return
-    yield _Pair(path, leaf, field=field)
-    yield from _left_over(path, given)
-
-
 def _left_over(path: str, given: Any, field: str = "") -> Iterator[_Pair]:
     for inner, leaf in jax.tree_util.tree_leaves_with_path(given):
         place = _join(path, jax.tree_util.keystr(inner, simple=True, separator="/"))
@@ -267,14 +256,20 @@ def _left_over(path: str, given: Any, field: str = "") -> Iterator[_Pair]:
 
 
 def _children(node: Any) -> dict[str, Any] | None:
-    """The children of a pytree's node by name, list items by number; None for a leaf."""
+    """The children of a pytree's node by name, list items by number; None for a leaf and a box around one.
+
+    Boxes are metadata such as `nnx.Variable` and `nn.Partitioned`, and {"value": array}, which is what Orbax
+    restores for a Variable without a target.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if flat and not flat[0][0]:
         return None
     names = [jax.tree_util.keystr(path, simple=True) for path, _ in flat]
     if len(set(names)) < len(names):
         raise ValueError(f"The keys {names} of a {type(node).__name__} are not different as text.")
-    return dict(zip(names, (child for _, child in flat), strict=True))
+    children = dict(zip(names, (child for _, child in flat), strict=True))
+    is_box = names == ["value"] and _children(children["value"]) is None
+    return None if is_box else children
 
 
 def _parameters(children: dict[str, Any], exact: bool) -> dict[str, Any]:
@@ -282,12 +277,6 @@ def _parameters(children: dict[str, Any], exact: bool) -> dict[str, Any]:
     if "params" not in children or not children.keys() <= {"params", COLLECTION}:
         return {}
     return {} if exact and COLLECTION not in children else _children(children["params"]) or {}
-
-
-def _is_box(node: Any, children: dict[str, Any]) -> bool:
-    """Whether a node is metadata around one array, such as `nnx.Variable` or `nn.Partitioned`."""
-    named_value = not isinstance(node, dict) and children.keys() == {"value"}
-    return named_value and _children(children["value"]) is None
 
 
 def _is_loss_scale(node: Any) -> bool:
