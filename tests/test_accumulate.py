@@ -67,17 +67,12 @@ def close(got, want, rtol=1e-5):
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(
     n=st.sampled_from([1, 2, 4, 8]), rows=st.sampled_from([1, 2, 4]), inner=st.integers(0, 5),
-    batch_axis=st.integers(0, 1), drop=st.sampled_from(DROPS),
+    drop=st.sampled_from(DROPS),
 )  # fmt: skip
-def test_exact_arithmetic_gives_the_gradient_of_the_batch_bit_for_bit(n, rows, inner, batch_axis, drop):
+def test_exact_arithmetic_gives_the_gradient_of_the_batch_bit_for_bit(n, rows, inner, drop):
     params, x, y = {"w": integers(1, inner, 3)}, integers(2, n * rows, inner), integers(3, n * rows, 3)
     want = jax.jit(jmpp.scaled_value_and_grad(linear))(SCALE, params, x, y)
-    x, y = np.moveaxis(x, 0, batch_axis), np.moveaxis(y, 0, batch_axis)
-
-    def loss_fn(params, x, y):
-        return linear(params, jnp.moveaxis(x, batch_axis, 0), jnp.moveaxis(y, batch_axis, 0))
-
-    accumulated = jmpp.accumulate_gradients(loss_fn, n, on_nonfinite=drop, batch_axis=batch_axis)
+    accumulated = jmpp.accumulate_gradients(linear, n, on_nonfinite=drop)
     got = jax.jit(accumulated)(SCALE, params, x, y)
     if drop == "drop_microbatch":
         got, dropped = got
@@ -122,8 +117,6 @@ def test_one_microbatch_is_scaled_value_and_grad(dtype):
     loss, grads = jax.jit(jmpp.scaled_value_and_grad(loss_fn))(*args)
     want = loss, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     equal(jax.jit(jmpp.accumulate_gradients(loss_fn, 1))(*args), want)
-    _, minus = jmpp.accumulate_gradients(lambda p, x: (p * x).sum(), 1)(SCALE, jnp.ones(1), jnp.full(1, -0.0))
-    assert np.signbit(minus)  # Nothing was added to it.
 
 
 def test_half_gradients_add_up_in_float32():
@@ -217,19 +210,12 @@ def test_every_microbatch_draws_its_own_random_numbers():
         (
             {"n": 3},
             (X, Y),
-            r"32 along axis 0 cannot be split into 3 .*batch\[0\]: float32\[32,6\], batch\[1\]",
+            r"32 rows cannot be split into 3 .*batch\[0\]: float32\[32,6\], batch\[1\]",
         ),
-        (
-            {"batch_axis": 1},
-            (X, Y),
-            r"split along axis 1, and these differ .*float32\[32,6\].*float32\[32,4\]",
-        ),
-        ({"batch_axis": 2}, (X, Y), "batch_axis=2 is beyond the last axis"),
         ({}, (), "There is no array to split into 2 micro-batches: pass the batch as an argument"),
         ({}, (X, Y[:30]), r"differ in length there: .*float32\[30,4\]"),
         ({"axis_name": "data"}, (X, Y), "'data' is no mapped axis here, and there is no mesh"),
         ({"n": 0}, (X, Y), "n must be"),
-        ({"batch_axis": -1}, (X, Y), "counted from the front, 0 or more, got -1"),
         ({"on_nonfinite": "skip"}, (X, Y), "must be 'drop_window' or 'drop_microbatch', got 'skip'"),
         ({"accumulator_dtype": "float31"}, (X, Y), "Unknown dtype 'float31' of the accumulator"),
         ({"accumulator_dtype": "int32"}, (X, Y), "of the accumulator is int32, which is not floating"),
@@ -259,7 +245,7 @@ def test_numbers_beside_the_loss_become_arrays_and_others_are_refused(namespace)
     aux = accumulated({"n": 3, "f": 0.5})
     assert aux["n"].tolist() == [3, 3]
     assert (aux["f"].dtype, jax.typeof(aux["f"]).weak_type) == (jnp.float32, False)
-    with pytest.raises(TypeError, match=r"returns 'train' in aux\['split'\]\[0\], and a loop over"):
+    with pytest.raises(TypeError, match="'train'.* is not a valid JAX"):
         accumulated({"split": ["train"]})
 
 
@@ -561,7 +547,7 @@ def test_other_axes_of_the_mesh_stay_as_they_were(kind):
             jmpp.accumulate_gradients(mlp, 4, axis_name="data", on_nonfinite="drop_microbatch")
         )
         got, dropped = function(SCALE, params, x, y)
-        with pytest.raises(ValueError, match=r"32 along axis 0 cannot be split into 3 .* each of 4 devices"):
+        with pytest.raises(ValueError, match=r"32 rows cannot be split into 3 .* each of 4 devices"):
             jmpp.accumulate_gradients(mlp, 3, axis_name="data")(SCALE, params, x, y)
         with pytest.raises(ValueError, match=r"'rows' is no mapped axis .* has the axes \('data', 'model'\)"):
             jmpp.accumulate_gradients(mlp, 4, axis_name="rows")(SCALE, params, x, y)

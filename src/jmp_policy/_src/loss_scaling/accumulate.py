@@ -43,7 +43,6 @@ class Window:
       drops: whether single micro-batches are dropped.
       axes: mapped axes over which rows are split; may be none.
       mesh: the mesh of the axes, if it was given.
-      batch_axis: the axis along which arrays are split.
       has_aux: whether the loss function returns an auxiliary output too.
     """
 
@@ -52,7 +51,6 @@ class Window:
     drops: bool
     axes: tuple[Any, ...]
     mesh: Any
-    batch_axis: int
     has_aux: bool
 
 
@@ -83,7 +81,6 @@ def accumulate_gradients(
     on_nonfinite: OnNonfinite = "drop_window",
     axis_name: Any = None,
     mesh: Any = None,
-    batch_axis: int = 0,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """Computes value and scaled gradient of a large batch from n micro-batches, in the memory of one.
 
@@ -110,18 +107,17 @@ def accumulate_gradients(
         devices. Elsewhere, as in `jit` with shardings, the axis is looked up in `mesh`, and `loss_fn` runs
         inside a `shard_map` over it; other axes of the mesh are left alone.
       mesh: the mesh with `axis_name`; that of `jax.set_mesh` by default.
-      batch_axis: the axis along which arrays are split.
 
     Returns:
       A function `(scale_or_opt_state, params, *batch, **kwargs) -> (value, grads)`, to be used as that of
       `scaled_value_and_grad`: `value` is the mean loss, `(loss, aux)` with `has_aux`; `grads` are
       the mean gradients, still multiplied by the one loss scale of the state.
 
-      Every array after `params` is split, keyword arguments too; Python numbers and arrays without axes
-      are passed to each micro-batch unchanged, and so is everything that `loss_fn` closes over. A PRNG key
-      (`jax.random.key`) is folded with the number of the micro-batch, counted over all devices, unless there
-      is only one. `aux` has a new first axis: one entry per micro-batch (of each device, where a `shard_map`
-      is entered here), dropped ones included; numbers become arrays.
+      Every array after `params` is split along its first axis, keyword arguments too; Python numbers and
+      arrays without axes are passed to each micro-batch unchanged, and so is everything that `loss_fn` closes
+      over. A PRNG key (`jax.random.key`) is folded with the number of the micro-batch, counted over all
+      devices, unless there is only one. `aux` has a new first axis: one entry per micro-batch (of each
+      device, where a `shard_map` is entered here), dropped ones included; numbers become arrays.
 
       With "drop_microbatch" it returns `((value, grads), dropped)`, `dropped` being an int32 scalar: how many
       micro-batches (of single devices, with `axis_name`) were dropped. Pass on that there were any, so that
@@ -144,7 +140,7 @@ def accumulate_gradients(
     """
     if not callable(loss_fn):
         raise TypeError(f"accumulate_gradients needs a loss function, got {loss_fn!r}.")
-    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis, has_aux)
+    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, has_aux)
     gradient = scaled_value_and_grad(loss_fn, has_aux=has_aux, allow_int=allow_int)
 
     def step(scale: LossScale, params: PyTree, state: None, args: Any, kwargs: Any) -> Any:
@@ -164,7 +160,6 @@ def make_window(
     on_nonfinite: str,
     axis_name: Any,
     mesh: Any,
-    batch_axis: int,
     has_aux: bool,
 ) -> Window:
     """Checks the arguments of `accumulate_gradients` that do not depend on a batch."""
@@ -176,12 +171,10 @@ def make_window(
         raise ValueError(
             f"accumulator_dtype={dtype.name} needs 64-bit mode: jax.config.update('jax_enable_x64', True)."
         )
-    if isinstance(batch_axis, bool) or not isinstance(batch_axis, int) or batch_axis < 0:
-        raise ValueError(f"batch_axis must be an axis counted from the front, 0 or more, got {batch_axis!r}.")
     if axis_name is None and mesh is not None:
         raise ValueError("mesh= needs axis_name=, the axis of the mesh that the batch is split over.")
     axes = axis_name if isinstance(axis_name, tuple | list) else () if axis_name is None else (axis_name,)
-    return Window(n, dtype, on_nonfinite == "drop_microbatch", tuple(axes), mesh, batch_axis, has_aux)
+    return Window(n, dtype, on_nonfinite == "drop_microbatch", tuple(axes), mesh, has_aux)
 
 
 def run_window(
@@ -204,11 +197,10 @@ def _accumulate_in_shard_map(
     mesh = _mesh(window)
     devices = math.prod(mesh.shape[axis] for axis in window.axes)
     meant = f"{window.n} micro-batches on each of {devices} devices"
-    check_rows(batch, window.batch_axis, window.n * devices, meant)
+    check_rows(batch, window.n * devices, meant)
     leaves, treedef = jax.tree.flatten(batch)
     arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array) or is_split(x)}
-    whole, stacked = PartitionSpec(), PartitionSpec(window.axes)
-    rows = PartitionSpec(*[None] * window.batch_axis, window.axes)
+    whole, rows = PartitionSpec(), PartitionSpec(window.axes)
     specs = {i: rows if is_split(x) else whole for i, x in arrays.items()}
 
     def local(scale: LossScale, params: PyTree, state: PyTree, arrays: dict[int, Any]) -> Any:
@@ -221,26 +213,11 @@ def _accumulate_in_shard_map(
         local,
         mesh=mesh,
         in_specs=(whole, whole, whole, specs),
-        out_specs=(MicrobatchResult(whole, stacked, whole, whole), whole),
+        out_specs=(MicrobatchResult(whole, rows, whole, whole), whole),
         axis_names=set(window.axes),
         check_vma=False,
     )
     return jax.jit(mapped)(scale, params, state, arrays)
-
-
-def _as_arrays(aux: PyTree) -> PyTree:
-    """Converts the auxiliary output of a loss function to arrays, which a loop can stack."""
-
-    def array(path: Any, x: Any) -> jax.Array:
-        try:
-            return strip_weak_type(jnp.asarray(x))
-        except TypeError as error:
-            raise TypeError(
-                f"The loss function returns {x!r:.100} in aux{jax.tree_util.keystr(path)}, and a loop over "
-                "micro-batches can only return arrays and numbers."
-            ) from error
-
-    return jax.tree_util.tree_map_with_path(array, aux)
 
 
 def _are_mapped(axes: tuple[Any, ...]) -> bool:
@@ -274,7 +251,7 @@ def is_split(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray) and x.ndim > 0
 
 
-def check_rows(batch: Arguments, axis: int, parts: int, meant: str) -> None:
+def check_rows(batch: Arguments, parts: int, meant: str) -> None:
     """Raises ValueError unless all arrays have the same number of rows, a multiple of `parts`."""
     leaves = jax.tree.leaves_with_path(dict(zip(("batch", "kwargs"), batch, strict=True)))
     rows = [(f"{path[0].key}{jax.tree_util.keystr(path[1:])}", x) for path, x in leaves if is_split(x)]
@@ -284,17 +261,15 @@ def check_rows(batch: Arguments, axis: int, parts: int, meant: str) -> None:
             f"There is no array to split into {meant}: pass the batch as an argument, "
             "accumulate_gradients(loss_fn, n)(opt_state, params, batch), instead of closing over it."
         )
-    if any(x.ndim <= axis for _, x in rows):
-        raise ValueError(f"batch_axis={axis} is beyond the last axis of an array in {shapes}.")
-    sizes = {x.shape[axis] for _, x in rows}
+    sizes = {x.shape[0] for _, x in rows}
     if len(sizes) > 1:
         raise ValueError(
-            f"All arrays after the parameters are split along axis {axis}, and these differ in length there: "
-            f"{shapes}. Close over what is not to be split; make PRNG keys with jax.random.key."
+            f"All arrays after the parameters are split along their first axis, and these differ in length "
+            f"there: {shapes}. Close over what is not to be split; make PRNG keys with jax.random.key."
         )
     if sizes and min(sizes) % parts:
         raise ValueError(
-            f"A batch of {min(sizes)} along axis {axis} cannot be split into {meant} of equal size: {shapes}."
+            f"A batch of {min(sizes)} rows cannot be split into {meant} of equal size: {shapes}."
         )
 
 
@@ -316,12 +291,11 @@ def _accumulate(
     So that the all-reduce is the only one, parameters are typed as varying over devices (`_pvary`). For
     parameters that are the same on all devices, `shard_map` would add up the gradients of every micro-batch.
     """
-    n, axes, axis = window.n, window.axes, window.batch_axis
+    n, axes = window.n, window.axes
     devices = lax.axis_size(axes) if axes else 1
     first = lax.axis_index(axes) * n if axes else 0
-    check_rows(batch, axis, n, f"{n} micro-batches" + (" on each device" if axes else ""))
-    if n > 1:
-        batch = jax.tree.map(lambda x: _in_parts(x, n, axis) if is_split(x) else x, batch)
+    check_rows(batch, n, f"{n} micro-batches" + (" on each device" if axes else ""))
+    batch = jax.tree.map(lambda x: _in_parts(x, n) if is_split(x) else x, batch)
     params, start = _pvary(params, axes), state
     if axes:  # No two devices draw the same mask.
         start = jax.tree.map(lambda x: jax.random.fold_in(x, first) if is_key(x) else x, _pvary(state, axes))
@@ -329,7 +303,7 @@ def _accumulate(
     def microbatch(x: Any, i: Any) -> Any:
         """Part of an argument; a key is folded with the number of the micro-batch among all devices'."""
         if is_split(x):
-            return lax.dynamic_index_in_dim(x, i, axis + 1, keepdims=False) if n > 1 else x
+            return lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
         return jax.random.fold_in(x, first + i) if is_key(x) and n * devices > 1 else x
 
     def run_one(state: PyTree, i: Any) -> tuple[MicrobatchResult, Any]:
@@ -339,7 +313,8 @@ def _accumulate(
         _check_loss_varies(loss, params, axes)
         # No loop can carry the gradient of an integer, which is float0.
         grads = jax.tree.map(lambda g: g if is_inexact(g) else None, grads)
-        result, kept = MicrobatchResult(jnp.asarray(loss), _as_arrays(aux), grads, after), None
+        aux = jax.tree.map(lambda x: strip_weak_type(jnp.asarray(x)), aux)
+        result, kept = MicrobatchResult(jnp.asarray(loss), aux, grads, after), None
         if window.drops:
             result, kept = _dropped_unless_finite(result, state, axes)
         grads = map_derivatives(lambda g: g.astype(_accumulation_dtype(g.dtype, window.dtype)), result.grads)
@@ -362,12 +337,12 @@ def _accumulate(
     return sums._replace(loss=(sums.loss / count).astype(loss_dtype), grads=grads), dropped
 
 
-def _in_parts(x: Any, n: int, axis: int) -> jax.Array:
+def _in_parts(x: Any, n: int) -> jax.Array:
     """An array with its rows as (rows of a micro-batch, n).
 
     Rows of a micro-batch lie n apart: as runs of neighbouring rows, each would lie on few devices.
     """
-    return jnp.reshape(x, (*x.shape[:axis], x.shape[axis] // n, n, *x.shape[axis + 1 :]))
+    return jnp.reshape(x, (x.shape[0] // n, n, *x.shape[1:]))
 
 
 def _loop(
@@ -383,10 +358,6 @@ def _loop(
       The sum of their gradients, the last state, and their losses and auxiliary outputs, stacked along a new
       first axis; and which of them were kept, stacked too (None where none can be dropped).
     """
-    if n == 1:  # Without the 0 + g, which makes a 0 of -0.
-        result, kept = run_one(state, 0)
-        loss, aux, kept = jax.tree.map(lambda x: jnp.asarray(x)[None], (result.loss, result.aux, kept))
-        return result._replace(loss=loss, aux=aux), kept
 
     def add(carry: tuple[PyTree, PyTree], i: jax.Array) -> Any:
         total, state = carry

@@ -159,7 +159,6 @@ def accumulate_gradients(
     on_nonfinite: OnNonfinite = "drop_window",
     axis_name: Any = None,
     mesh: Any = None,
-    batch_axis: int = 0,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """Accumulates gradients of a loss function that takes an NNX module first.
 
@@ -168,7 +167,7 @@ def accumulate_gradients(
         `has_aux`.
       n: micro-batches per window.
       wrt: which Variables to differentiate by, as an NNX filter; the same as the optimizer's.
-      has_aux, allow_int, loss, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis: as for
+      has_aux, allow_int, loss, accumulator_dtype, on_nonfinite, axis_name, mesh: as for
         `jmp_policy.accumulate_gradients`.
 
     Returns:
@@ -197,7 +196,7 @@ def accumulate_gradients(
     """
     if not callable(loss_fn):
         raise TypeError(f"accumulate_gradients needs a loss function, got {loss_fn!r}.")
-    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, batch_axis, has_aux)
+    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, has_aux)
     gradient = scaled_value_and_grad(
         loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux, allow_int=allow_int
     )
