@@ -491,16 +491,7 @@ TREE = {"w": jnp.ones(2), "b": jnp.ones(())}
             ValueError,
             "names 'other', which is none of the losses",
         ),
-        (
-            {"adversarial": TREE, "reconstruction": {"w": jnp.ones(2)}},
-            ValueError,
-            "'reconstruction' and 'adversarial' differ in structure(.|\n)*with respect to the same",
-        ),
-        (
-            {"adversarial": TREE, "reconstruction": {**TREE, "w": jnp.ones(3)}},
-            ValueError,
-            r"differ in shape at \['w'\]: \(3,\) and \(2,\)",
-        ),
+        ({"adversarial": TREE, "reconstruction": {"w": jnp.ones(2)}}, ValueError, "key mismatch.*'b'"),
     ],
 )
 def test_bad_gradients(grads, error, message):

@@ -166,7 +166,7 @@ def listed(names: Any) -> str:
 
 
 def check_gradients(grads: Any, known: Mapping[str, LossScale]) -> dict[str, PyTree]:
-    """Checks that there are gradients of each loss, all of one structure, and orders them as the scales."""
+    """Checks that there are gradients of each loss, and orders them as the scales."""
     names = grads.keys() if hasattr(grads, "keys") else ()  # A dictionary, or an nnx.State.
     if not set(names) & set(known):
         raise TypeError(
@@ -181,26 +181,7 @@ def check_gradients(grads: Any, known: Mapping[str, LossScale]) -> dict[str, PyT
             f"update takes gradients of all of {listed(known)}; {listed(missing)} is missing. For "
             "a step without a loss pass zeros: jax.tree.map(jnp.zeros_like, params)."
         )
-    first, *others = known
-    for name in others:
-        _check_same_structure(first, grads[first], name, grads[name])
     return {name: grads[name] for name in known}
-
-
-def _check_same_structure(first: str, a: PyTree, other: str, b: PyTree) -> None:
-    advice = "Differentiate all losses with respect to the same parameters; unused ones get zeros."
-    before, after = jax.tree.structure(a), jax.tree.structure(b)
-    if before != after:
-        raise ValueError(
-            f"The gradients of {first!r} and {other!r} differ in structure, and cannot be added:\n"
-            f"  {first}: {before}\n  {other}: {after}\n{advice}"
-        )
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        if np.shape(x) != np.shape(y):
-            raise ValueError(
-                f"The gradients of {first!r} and {other!r} differ in shape at "
-                f"{jax.tree_util.keystr(path) or '()'}: {np.shape(x)} and {np.shape(y)}. {advice}"
-            )
 
 
 def flags(overflowed: Any, known: Mapping[str, LossScale]) -> Mapping[str, Any]:
