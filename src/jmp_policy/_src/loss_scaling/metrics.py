@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.forgotten_scale import is_known
 from jmp_policy._src.loss_scaling.gradients import is_inexact
@@ -201,11 +202,7 @@ class MetricsLogger:
     def __init__(self, write: Callable[[int, dict[str, float]], Any], *, every: int = 1, prefix: str = ""):
         if not callable(write):
             raise TypeError(f"MetricsLogger needs a function write(step, scalars), got {write!r}.")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"MetricsLogger writes one step of `every`, a whole number from 1 on; got {every!r}."
-            )
-        self._write, self._every, self._prefix = write, every, prefix
+        self._write, self._every, self._prefix = write, positive_int(every, "every"), prefix
         self._waiting: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
 
     def __call__(self, step: int, opt_state: PyTree, **scalars: Any) -> None:
