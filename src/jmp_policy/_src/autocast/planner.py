@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
-from jmp_policy._src.jaxpr.ir import FLOAT32, evaluate, last_uses
+from jmp_policy._src.jaxpr.ir import FLOAT32, evaluate
 from jmp_policy._src.policy.marked_regions import Region, Regions
 from jmp_policy._src.products import binding
 from jmp_policy._src.weight_grads.param_casts import argument_marked
@@ -196,7 +196,6 @@ class Plan:
       outs: what its results are.
       program: the steps that are run, of which one may do several equations.
       is_unchanged: whether everything runs as it was traced.
-      last_uses: for each of those that are run, the variables that no later one needs.
       traced: jaxprs that were made of the plan, by the dtypes of their results.
     """
 
@@ -206,7 +205,6 @@ class Plan:
     outs: tuple[Value, ...]
     program: Sequence[EqnPlan]
     is_unchanged: bool
-    last_uses: list[list[Any]] = dataclasses.field(default_factory=list)
     traced: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, caches: Sequence[CastCache]) -> list[CastCache]:
@@ -225,7 +223,6 @@ class Plan:
             constant=_constant,
             literal=_literal,
             eqns=[step.eqn for step in self.program],
-            last_uses=self.last_uses,
         )
 
     def results(self, arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
@@ -427,7 +424,7 @@ class Planner:
             plan = Plan(jaxpr, ins, steps, results, steps, is_unchanged)
             joined = steps if is_unchanged else self.join(plan)
             if not isinstance(joined, Mapping):
-                plan.program, plan.last_uses = joined, last_uses(jaxpr, [step.eqn for step in joined])
+                plan.program = joined
                 return plan
             halved |= joined
 

@@ -132,7 +132,6 @@ class Interpreter:
             step,
             constant=self.constant,
             literal=lambda atom: self.constant(atom, atom.val),
-            last_uses=ir.last_uses(jaxpr),
         )
 
     def equation(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:

@@ -159,9 +159,10 @@ def evaluate(
     constant: Callable[[Any, Any], Any] = lambda var, value: value,
     literal: Callable[[Any], Any] = lambda atom: atom.val,
     eqns: Sequence[Any] | None = None,
-    last_uses: Sequence[Sequence[Any]] | None = None,
 ) -> list[Any]:
     """Gives each equation of a jaxpr to a function, in order; returns the values of the results.
+
+    A value is freed after its last use.
 
     Args:
       jaxpr: closed or not.
@@ -171,34 +172,29 @@ def evaluate(
         jaxpr that is not closed.
       literal: gives the value of a number that stands in the program.
       eqns: other equations than the jaxpr's, to the same results.
-      last_uses: of `last_uses`, to free values that are not needed any more.
     """
     opened, consts = open_jaxpr(jaxpr), constants(jaxpr)
     known = dict(zip(opened.invars, values, strict=True))
     for var, value in zip(opened.constvars, consts or [None] * len(opened.constvars), strict=True):
         known[var] = constant(var, value)
-
-    if last_uses is not None:
-        # What is left of the arguments is in `known`, and goes with its last use.
-        del values
+    del values  # What is left of the arguments is in `known`, and goes with its last use.
+    program: Sequence[Any] = opened.eqns if eqns is None else eqns
 
     def value_of(atom: Any) -> Any:
         return literal(atom) if isinstance(atom, Literal) else known[atom]
 
-    for i, eqn in enumerate(opened.eqns if eqns is None else eqns):
+    for eqn, unused in zip(program, _last_uses(opened, program), strict=True):
         known.update(zip(eqn.outvars, step(eqn, list(map(value_of, eqn.invars))), strict=True))
-        if last_uses is not None:
-            for var in last_uses[i]:
-                del known[var]
+        for var in unused:
+            del known[var]
     return list(map(value_of, opened.outvars))
 
 
-def last_uses(jaxpr: Any, eqns: Sequence[Any] | None = None) -> list[list[Any]]:
+def _last_uses(opened: Any, eqns: Sequence[Any]) -> list[list[Any]]:
     """The variables that are not needed after each equation; `eqns` as for `evaluate`."""
-    opened = open_jaxpr(jaxpr)
     seen = {atom for atom in opened.outvars if not isinstance(atom, Literal)}
     dead: list[list[Any]] = []
-    for eqn in reversed(opened.eqns if eqns is None else eqns):
+    for eqn in reversed(eqns):
         atoms = [a for a in (*eqn.invars, *eqn.outvars) if not isinstance(a, Literal)]
         dead.append([atom for atom in dict.fromkeys(atoms) if atom not in seen])
         seen.update(atoms)

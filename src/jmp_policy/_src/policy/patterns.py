@@ -74,45 +74,33 @@ def singles_out(pattern: Pattern) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=4096)
 def _glob_matches(glob: str, path: str) -> bool:
-    parts = _names(glob)
-    return len(parts) in _places(parts, _names(path))
+    return any(set(rest) <= {"**"} for rest in _rests(_names(glob), _names(path)))
 
 
-def _names(path: str) -> list[str]:
-    return [name for name in path.split("/") if name]
+def _names(path: str) -> tuple[str, ...]:
+    return tuple(name for name in path.split("/") if name)
 
 
-def _places(parts: list[str], names: list[str]) -> set[int]:
-    """How far a glob may have come once a path has: each number of parts that can have matched `names`.
+@functools.lru_cache(maxsize=4096)
+def _rests(parts: tuple[str, ...], names: tuple[str, ...]) -> frozenset[tuple[str, ...]]:
+    """What may be left of a glob once it has matched some names.
 
-    All at once, as an automaton goes: one way after the other would take exponential time for many "**".
+    Memoised: many "**" would take exponential time otherwise.
     """
-    places = _beyond_stars(parts, {0})
-    for name in names:
-        found = {at for at in places if at < len(parts)}
-        stay = {at for at in found if parts[at] == "**"}
-        moved = {at + 1 for at in found - stay if fnmatch.fnmatchcase(name, parts[at])}
-        places = _beyond_stars(parts, stay | moved)
-    return places
-
-
-def _beyond_stars(parts: list[str], places: set[int]) -> set[int]:
-    """The places, and those that a "**" leads to by matching nothing."""
-    for at, part in enumerate(parts):
-        if at in places and part == "**":
-            places.add(at + 1)
-    return places
+    if not names:
+        return frozenset({parts})
+    if parts[:1] == ("**",):
+        return _rests(parts[1:], names) | _rests(parts, names[1:])
+    if parts and fnmatch.fnmatchcase(names[0], parts[0]):
+        return _rests(parts[1:], names[1:])
+    return frozenset()
 
 
 def patterns_below(pattern: Pattern, start: str) -> list[Pattern]:
     """What a pattern comes to for the part of a model at `start`, whose paths are counted from there."""
     if isinstance(pattern, str):
-        parts = _names(pattern)
-        places = _places(parts, _names(start)) - {len(parts)}
-        # What follows a "**" is in the glob that begins with it, too.
-        return ["/".join(parts[at:]) for at in sorted(places) if at == 0 or parts[at - 1] != "**"]
+        return ["/".join(rest) for rest in sorted(_rests(_names(pattern), _names(start))) if rest]
     return [pattern if isinstance(pattern, type) else PredicateOnWholePath(pattern, start)]
 
 
