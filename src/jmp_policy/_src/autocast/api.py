@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
 from jmp_policy._src.autocast import call_rules, operation_rules, parts
-from jmp_policy._src.autocast.planner import LEAVES_MARKED, Plan, Planner, Rule, traced
+from jmp_policy._src.autocast.planner import Plan, Planner, Rule, traced
 from jmp_policy._src.core.classes import check_no_nnx_module, is_instance_of, is_nnx_object
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import is_half
@@ -26,7 +26,6 @@ from jmp_policy._src.policy.regions import as_rules, rules_of
 from jmp_policy._src.policy.rules import PolicyLike, PolicyMap, any_wants_fp32_weight_grads, as_policy_map
 from jmp_policy._src.policy.scope import in_trial
 from jmp_policy._src.products import binding
-from jmp_policy._src.weight_grads import transform
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -111,7 +110,9 @@ class Settings:
         return plan, flat
 
     def _planner_rules(self) -> dict[str, Rule]:
-        lists = {**operation_rules.LISTS, "lower": operation_rules.Lower(self.policy_map.keep_small_inputs)}
+        wants_float32 = any_wants_fp32_weight_grads(self.policy_map)
+        lower = operation_rules.Lower(self.policy_map.keep_small_inputs, wants_float32)
+        lists = {**operation_rules.LISTS, "lower": lower}
         by_list = {name: lists[op_list] for name, (op_list, _) in self.table.items()}
         # A name that the caller has put on a list is treated as the list says, moves and casts too.
         own = {n: rule for n, rule in _RULES.items() if n not in self._names or n == "custom_vjp_call"}
@@ -263,15 +264,10 @@ def lowered(fn: F, settings: Settings) -> F:
     def in_half(*args: Any, **kwargs: Any) -> Any:
         current = settings.in_trial()
         plan, flat = current.trace(fn, args, kwargs)
-        is_marked = any_wants_fp32_weight_grads(current.policy_map)
-        with LEAVES_MARKED(is_marked):
-            run_whole = transform.with_float32_gradients(whole) if is_marked else whole
-            return flat.rebuild(run_whole(plan, flat.arrays))
-
-    def whole(plan: Plan, arrays: list[Any]) -> list[Any]:
         atoms = compat.open_jaxpr(plan.jaxpr).outvars
         dtypes = [ir.FLOAT32 if ir.is_float32(atom) else None for atom in atoms]
-        return binding.run_program(plan.jaxpr, arrays, lambda *arrays: plan.results(arrays, dtypes))
+        outs = binding.run_program(plan.jaxpr, flat.arrays, lambda *arrays: plan.results(arrays, dtypes))
+        return flat.rebuild(outs)
 
     return in_half  # type: ignore[return-value]
 

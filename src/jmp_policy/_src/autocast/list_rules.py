@@ -22,6 +22,7 @@ from jmp_policy._src.autocast.planner import (
     EqnPlan,
     How,
     Rule,
+    Run,
     Value,
     as_planned,
     rebound,
@@ -38,9 +39,9 @@ from jmp_policy._src.products import binding
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
 from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, matrices
-from jmp_policy._src.products.functions import CONV_WITH_FLOAT32_RESULT
+from jmp_policy._src.products.functions import CONV_WITH_FLOAT32_RESULT, evaluated
 from jmp_policy._src.products.small_products import gains_nothing, terms_of
-from jmp_policy._src.weight_grads.transform import FLOAT32_PRODUCT
+from jmp_policy._src.weight_grads.transform import derived
 
 
 def _wanted_full(case: Case) -> bool:
@@ -90,10 +91,11 @@ class Lower(Rule):
 
     Args:
       keeps_small: whether there are such products.
+      fp32_weight_grads: whether gradients by arguments, which may be parameters, leave products in float32.
     """
 
-    def __init__(self, keeps_small: bool = True):
-        self._keeps_small = keeps_small
+    def __init__(self, keeps_small: bool = True, fp32_weight_grads: bool = False):
+        self._keeps_small, self._fp32_weight_grads = keeps_small, fp32_weight_grads
 
     def demand(self, case: Case) -> Sequence[Demand]:
         is_full = self._is_small(case) and _wanted_full(case)
@@ -132,14 +134,19 @@ class Lower(Rule):
             return case.as_traced(f"full: {summed}, and half precision gains from {LEAST_TERMS} on")
         wanted = (_wanted_full(case) and not region.lower) or half != region.half
         in_float8, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
+        compute, out = in_float8 or _run_in_half, half
         if wanted and in_float8 is None:
             # Of attention's scores, where they are asked for, it is said why they stay.
             stays = f", in {half} and not in float8" if region.recipe else ""
             stays = why if SCORES in of_attention(region.recipe) else stays
             since = "only float32 operations use it" if half == region.half else f"an operand is {half}"
-            why = f"lower: {reason}{stays}; the result is float32, since {since}"
-            return case.planned(half, FLOAT32, why, _run_with_float32_output, How.LOWERED)
-        return case.planned(half, half, f"lower: {reason}{why}", in_float8 or _run_in_half, How.LOWERED)
+            why, out = f"{stays}; the result is float32, since {since}", FLOAT32
+        run = _run_with_float32_output if out == FLOAT32 else compute
+        pairs = zip(ins, case.are_float32, strict=True)
+        weights = [value.source == "leaf" and is_float for value, is_float in pairs]
+        if self._fp32_weight_grads and any(weights):
+            run = functools.partial(_run_with_float32_gradients, compute, half, weights)
+        return case.planned(half, out, f"lower: {reason}{why}", run, How.LOWERED)
 
     @staticmethod
     def _plan_other(case: Case) -> EqnPlan:
@@ -171,6 +178,32 @@ def _run_with_float32_output(step: EqnPlan, caches: Sequence[CastCache]) -> Sequ
 
 def _run_in_half(step: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
     return [CastCache(product(step.eqn, step.operands(caches), step.outs[0].dtype))]
+
+
+def _run_with_float32_gradients(
+    compute: Run, half: Any, weights: Sequence[bool], step: EqnPlan, caches: Sequence[CastCache]
+) -> Sequence[CastCache]:
+    """Does a product as `compute` does, with gradients by some operands that go to their float32 arrays.
+
+    Args:
+      compute: binds the product.
+      half: what the cotangent is rounded to.
+      weights: which operands those are.
+      step, caches: as for `compute`.
+    """
+    pairs = zip(step.operands(caches), weights, strict=True)
+    operands = [lax.stop_gradient(x) if is_weight else x for x, is_weight in pairs]
+    fp32 = [c.read(FLOAT32) if is_weight else None for c, is_weight in zip(caches, weights, strict=True)]
+
+    def dot(*operands: Any) -> Any:
+        with binding.program(is_body=True):
+            return compute(step, list(map(CastCache, operands)))[0].read(None)
+
+    def bind(eqn: Any, values: Sequence[Any]) -> Any:
+        scales = [None] * (len(values) - len(fp32))  # Of a product in float8.
+        return derived(eqn, half)(tuple(values), (*fp32, *scales))
+
+    return [CastCache(evaluated(jax.make_jaxpr(dot)(*operands), operands, bind))]
 
 
 def _are_half(case: Case) -> bool:
@@ -361,7 +394,6 @@ def dot_with_float32_output(eqn: Any, operands: Sequence[Any]) -> Any:
         with binding.program(is_body=True):
             return product(eqn, operands, FLOAT32)
 
-    dot.__name__ = FLOAT32_PRODUCT
     call = jax.custom_jvp(dot)
     half = next(filter(is_half, (x.dtype for x in operands)))  # Others may be integers.
 

@@ -15,7 +15,6 @@ memoised, so that equal parts of a program (the layers of a model) are planned o
 cost nothing at run time.
 """
 
-import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,6 @@ from jmp_policy._src.jaxpr import calls, compat, ir, source_lines
 from jmp_policy._src.jaxpr.ir import FLOAT32, evaluate
 from jmp_policy._src.policy.marked_regions import Region, Regions
 from jmp_policy._src.products import binding
-from jmp_policy._src.weight_grads.param_casts import argument_marked
 
 #: "leaf": an untouched argument, or one that was only moved. "constant": a number that stands in the program,
 #: or zeros and ones made of a mask. "computed": anything else.
@@ -66,16 +64,13 @@ class CastCache:
       dtype: what the value is in to begin with; left out, its own, if it has one.
       make: gives the array in another dtype. Left out, `value` is cast. For values that only move a parameter
         the parameter is cast first, so that `w` and `w.T` share one cast.
-      is_weight: whether casts of it are marked as those of a parameter.
     """
 
-    __slots__ = ("_dtype", "_is_weight", "_made", "_make")
+    __slots__ = ("_dtype", "_made", "_make")
 
-    def __init__(
-        self, value: Any, dtype: Any = None, make: Callable[[Any], Any] | None = None, is_weight: bool = False
-    ):
+    def __init__(self, value: Any, dtype: Any = None, make: Callable[[Any], Any] | None = None):
         self._dtype = getattr(value, "dtype", None) if dtype is None else dtype
-        self._make, self._is_weight = make, is_weight
+        self._make = make
         self._made = {} if value is None else {self._dtype: value}
 
     def view(self, dtype: Any, make: Callable[[Any], Any]) -> "CastCache":
@@ -92,13 +87,8 @@ class CastCache:
         """Returns the value in a dtype; for None, as it is."""
         dtype = self._dtype if dtype is None else dtype
         if dtype not in self._made:
-            with argument_marked() if self._is_weight else contextlib.nullcontext():
-                self._made[dtype] = self._make(dtype) if self._make else cast(self._made[self._dtype], dtype)
+            self._made[dtype] = self._make(dtype) if self._make else cast(self._made[self._dtype], dtype)
         return self._made[dtype]
-
-
-#: Whether casts of untouched arguments are marked as those of parameters, whose gradients can be float32.
-LEAVES_MARKED = jax.make_user_context(default_value=False)
 
 
 def cast(value: Any, dtype: Any) -> Any:
@@ -227,10 +217,8 @@ class Plan:
 
     def results(self, arrays: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
         """The results for some arguments, in dtypes; None for results as they come."""
-        is_marked = LEAVES_MARKED.value
-        values = zip(arrays, self.ins, strict=True)
-        caches = [CastCache(x, is_weight=known.source == "leaf" and is_marked) for x, known in values]
-        return [cache.read(dtype) for cache, dtype in zip(self.run(caches), dtypes, strict=True)]
+        caches = self.run(list(map(CastCache, arrays)))
+        return [cache.read(dtype) for cache, dtype in zip(caches, dtypes, strict=True)]
 
     def as_function(self, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
         """A function of arrays in the dtypes that it was planned for; `dtypes` as for `results`."""
@@ -470,8 +458,7 @@ def of_constant(var: Any, value: Any) -> Value:
 
 
 def _constant(var: Any, value: Any) -> CastCache:
-    # It may be a parameter.
-    return CastCache(value, ir.dtype_of(var), is_weight=LEAVES_MARKED.value)
+    return CastCache(value, ir.dtype_of(var))
 
 
 def _literal(atom: Any) -> CastCache:

@@ -1,9 +1,8 @@
 """Casts of parameters whose gradients are to be float32, told by the named scope around them."""
 
-import contextlib
 import functools
 import re
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,18 +16,16 @@ from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.rules import wants_fp32_weight_grads
 from jmp_policy._src.products import binding
 
-Mark: TypeAlias = Literal["own", "argument"]
-
-#: A cast in such a scope is one of a parameter; of an argument, which may be a parameter or data.
-_PARAMETER, _ARGUMENT = "float32_gradient", "float32_gradient_of_argument"
-_MARKED = re.compile(rf"(?:^|[/(])({_PARAMETER}|{_ARGUMENT})\)*$")
+#: A cast in such a scope is one of a parameter.
+_SCOPE = "float32_gradient"
+_MARKED = re.compile(rf"(?:^|[/(]){_SCOPE}\)*$")
 
 
 def cast_weight(tree: PyTree, dtype: np.dtype, policy: Policy) -> PyTree:
     """Casts parameters, marked where their gradients are to leave products in float32."""
     if not wants_fp32_weight_grads(policy):
         return map_changed(functools.partial(_cast, np.dtype(dtype)), tree)
-    with jax.named_scope(_PARAMETER):
+    with jax.named_scope(_SCOPE):
         return cast_floating(tree, dtype)
 
 
@@ -37,20 +34,12 @@ def _cast(dtype: np.dtype, x: Any) -> Any:
     return binding.converted_as_kept(x, dtype) if is_cast else cast_leaf(x, dtype)
 
 
-def argument_marked() -> contextlib.AbstractContextManager[Any]:
-    """A with-block whose casts are marked as those of an argument."""
-    return jax.named_scope(_ARGUMENT)
-
-
 #: Whether `transform.with_float32_gradients` traces a function just now. Part of the key of jit's cache.
 TRACED_FOR_IT = jax.make_user_context(default_value=False)
 
 
-def param_cast_kind(eqn: Any) -> Mark | None:
-    """Whether an equation casts a parameter, or an argument, whose gradient is to be float32."""
+def is_param_cast(eqn: Any) -> bool:
+    """Whether an equation casts a parameter whose gradient is to be float32."""
     if eqn.primitive.name != "convert_element_type" or eqn.invars[0].aval.dtype.itemsize < FLOAT32.itemsize:
-        return None
-    found = _MARKED.search(str(compat.stack_of(eqn)))
-    if found is None:
-        return None
-    return "own" if found.group(1) == _PARAMETER else "argument"
+        return False
+    return _MARKED.search(str(compat.stack_of(eqn))) is not None

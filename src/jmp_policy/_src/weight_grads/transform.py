@@ -37,19 +37,13 @@ from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.ir import FLOAT32, flattened
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.products import binding
-from jmp_policy._src.weight_grads.param_casts import TRACED_FOR_IT, Mark, param_cast_kind
+from jmp_policy._src.weight_grads.param_casts import TRACED_FOR_IT, is_param_cast
 
-#: "own": a parameter, or what was made of parameters alone. "argument": the same of a function's argument,
-#: which may be a parameter. "rows": looked up in one. "copies": of one.
-WeightKind: TypeAlias = Mark | Literal["rows", "copies"]
-
-_WHOLE = ("own", "argument")
+#: "whole": a parameter, or what was made of parameters alone. "rows": looked up in one. "copies": of one.
+WeightKind: TypeAlias = Literal["whole", "rows", "copies"]
 
 #: Of one array that may be a weight, and of others that are none.
 _MOVES = HAVING[Trait.KEEPS_WEIGHT]
-
-#: Name of autocast's products with a float32 result.
-FLOAT32_PRODUCT = "product_with_float32_result"
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +59,7 @@ class DualWeight:
 
     value: Any
     fp32: Any
-    kind: WeightKind = dataclasses.field(default="own", metadata={"static": True})
+    kind: WeightKind = dataclasses.field(default="whole", metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -108,7 +102,7 @@ class DualValues(Interpreter):
 
     def context(self, eqn: Any, around: Any) -> Any:
         """The scopes of an operation, without that which marks the cast of a parameter."""
-        last = -1 if param_cast_kind(eqn) else None
+        last = -1 if is_param_cast(eqn) else None
         return compat.eqn_context(eqn, compat.stack_within(eqn, int(around), last))
 
     def bind(self, eqn: Any, *arrays: Any, **changed: Any) -> list[Any]:
@@ -131,9 +125,8 @@ class DualValues(Interpreter):
 
     def operation(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
         """Does an operation that takes weights by a rule, and any other as it was traced."""
-        mark = param_cast_kind(eqn)
-        if mark:
-            return [_cast(eqn, values[0], mark)]
+        if is_param_cast(eqn):
+            return [_cast(eqn, values[0])]
         kind = calls.kind_of(eqn)
         if kind is not None and self._concerns(eqn, values):
             return self._closed_call(eqn, kind, values)
@@ -151,10 +144,6 @@ class DualValues(Interpreter):
             outs = call(*values)
             self.missed.update(missed)
             return _activations(outs)
-        if kind is Kind.CUSTOM_JVP and compat.name_of(eqn) == FLOAT32_PRODUCT:
-            (inner,) = compat.open_jaxpr(eqn.params["call_jaxpr"]).eqns
-            # Of autocast: a float32 result whose derivatives are half products.
-            return [_product(inner, values, inner.invars[0].aval.dtype)]
         if kind is not Kind.WHILE:
             name = eqn.primitive.name
             is_jit = name == "jit"
@@ -168,7 +157,7 @@ class DualValues(Interpreter):
 
     def _is_marked(self, eqn: Any) -> bool:
         """Whether a parameter is cast inside a call or loop."""
-        return any(param_cast_kind(inner) for jaxpr in ir.subjaxprs(eqn) for inner in ir.equations(jaxpr))
+        return any(is_param_cast(inner) for jaxpr in ir.subjaxprs(eqn) for inner in ir.equations(jaxpr))
 
 
 #: Calls and loops that are run operation by operation, jits aside. The others bring their own derivative,
@@ -193,11 +182,11 @@ def _activations(values: Iterable[Any]) -> list[Any]:
     return list(map(Activation, values))
 
 
-def _cast(eqn: Any, value: Any, kind: WeightKind) -> DualWeight:
+def _cast(eqn: Any, value: Any) -> DualWeight:
     """Casts a parameter to half, and keeps the float32 value beside it."""
     fp32 = read(value)
     value = binding.bind(eqn, lax.stop_gradient(fp32))[0]
-    return DualWeight(value, lax.convert_element_type(fp32, FLOAT32), kind)
+    return DualWeight(value, lax.convert_element_type(fp32, FLOAT32))
 
 
 def _value(value: Any) -> Any:
@@ -219,7 +208,7 @@ def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeig
     is_larger = eqn.outvars[0].aval.size > max(weight.value.size for weight in weights)
     if is_larger and eqn.primitive.name in op_table.BROADCASTING and len(weights) < len(operands):
         return False
-    if all(weight.kind in _WHOLE for weight in weights):
+    if all(weight.kind == "whole" for weight in weights):
         return True
     # Rows that meet others are activations: their gradients are as large.
     first, *others = weights
@@ -245,7 +234,7 @@ def _moved(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     kind: WeightKind = operands[0].kind
     if eqn.primitive.name == "gather":
         kind = "rows"
-    elif kind in _WHOLE and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
+    elif kind == "whole" and eqn.outvars[0].aval.size > eqn.invars[0].aval.size:
         kind = "copies"
     return _bound_to_both(eqn, map(_value, operands), [operands[0].fp32, *map(read, operands[1:])], kind)
 
@@ -261,7 +250,7 @@ def _with_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeigh
     if _makes_weights(eqn, operands, weights):
         values = [lax.stop_gradient(_value(value)) for value in operands]
         kinds = {weight.kind for weight in weights}
-        kind = "rows" if "rows" in kinds else "argument" if "argument" in kinds else "own"
+        kind = "rows" if "rows" in kinds else "whole"
         return _bound_to_both(eqn, values, map(_fp32_of, operands), kind)
     if eqn.primitive.name in op_table.BROADCASTING:
         operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
@@ -297,20 +286,20 @@ def _broadcast(value: Any, like: Any) -> Any:
     return DualWeight(whole, fp32, value.kind)
 
 
-def _product(eqn: Any, operands: Sequence[Any], cotangent: Any = None) -> Any:
+def _product(eqn: Any, operands: Sequence[Any]) -> Any:
     """Does a product: of weights alone it is a weight (LoRA's `a @ b`), otherwise an activation."""
     floats = [v for v, a in zip(operands, eqn.invars, strict=True) if is_floating(ir.dtype_of(a))]
     if any(v.value.dtype == FLOAT32 for v in floats if isinstance(v, DualWeight)):
         return Activation(binding.bind(eqn, *map(read, operands))[0])  # Cast back by the program.
     kinds = {v.kind for v in floats if isinstance(v, DualWeight)}
-    has_whole = bool(kinds.intersection(_WHOLE))
-    is_factor = [isinstance(v, DualWeight) and (v.kind in _WHOLE or not has_whole) for v in operands]
+    has_whole = "whole" in kinds
+    is_factor = [isinstance(v, DualWeight) and (v.kind == "whole" or not has_whole) for v in operands]
     values = [v.value if factor else read(v) for v, factor in zip(operands, is_factor, strict=True)]
     fp32 = [v.fp32 if factor else None for v, factor in zip(operands, is_factor, strict=True)]
-    if sum(is_factor) < len(floats) or "argument" in kinds:
-        return Activation(_derived(eqn, cotangent)(tuple(values), tuple(fp32)))
+    if sum(is_factor) < len(floats):
+        return Activation(derived(eqn)(tuple(values), tuple(fp32)))
     # Its cotangent is summed already, and may be beyond half.
-    out = _derived(eqn, preferred_element_type=FLOAT32)(tuple(values), tuple(fp32))
+    out = derived(eqn, preferred_element_type=FLOAT32)(tuple(values), tuple(fp32))
     return DualWeight(binding.bind(eqn, *values)[0], out)
 
 
@@ -392,7 +381,7 @@ batching.primitive_batchers[_AS_CAST_OF] = _batched_as_cast_of
 mlir.register_lowering(_AS_CAST_OF, lambda context, value, fp32: [value])
 
 
-def _derived(eqn: Any, cotangent: Any = None, **changed: Any) -> Callable[..., Any]:
+def derived(eqn: Any, cotangent: Any = None, **changed: Any) -> Callable[..., Any]:
     """A product as a function, the gradients of some of whose operands go to float32 arrays.
 
     It takes half operands, and for each the float32 array that it is the cast of, or None.
