@@ -121,7 +121,7 @@ class DualValues(Interpreter):
         """Whether a call or loop is run: with a weight outside or inside, and if it can be rebuilt."""
         if not self._concerns(eqn, values):
             return False
-        return control_flow.is_inlined(eqn) if kind is Kind.JIT else kind in _ENTERED
+        return kind in _ENTERED and not calls.is_bound(eqn)
 
     def operation(self, eqn: Any, values: list[Any], where: Any) -> Sequence[Any]:
         """Does an operation that takes weights by a rule, and any other as it was traced."""
@@ -139,11 +139,6 @@ class DualValues(Interpreter):
 
     def _closed_call(self, eqn: Any, kind: Kind, values: list[Any]) -> list[Any]:
         """Does a call that is not run operation by operation."""
-        if kind is Kind.JIT and not calls.is_bound(eqn):
-            call, missed = _jitted(eqn.params["jaxpr"], eqn.params["name"])
-            outs = call(*values)
-            self.missed.update(missed)
-            return _activations(outs)
         if kind is not Kind.WHILE:
             name = eqn.primitive.name
             is_jit = name == "jit"
@@ -160,22 +155,9 @@ class DualValues(Interpreter):
         return any(is_param_cast(inner) for jaxpr in ir.subjaxprs(eqn) for inner in ir.equations(jaxpr))
 
 
-#: Calls and loops that are run operation by operation, jits aside. The others bring their own derivative,
-#: have none, or cannot be rebuilt.
-_ENTERED = (Kind.CALL, Kind.CHECKPOINT, Kind.SHARD_MAP, Kind.SCAN, Kind.COND)
-
-
-@functools.lru_cache(maxsize=256)
-def _jitted(jaxpr: Any, name: str) -> tuple[Callable[..., list[Any]], dict[str, str]]:
-    """A jit's jaxpr run under `jax.jit`, and what it missed; the same for the same jaxpr."""
-    run = DualValues()
-
-    def function(*values: Any) -> list[Any]:
-        with binding.program(is_body=True):
-            return run.results(jaxpr, values, False)
-
-    function.__name__ = name
-    return jax.jit(function), run.missed
+#: Calls and loops that are run operation by operation. The others bring their own derivative, have none, or
+#: cannot be rebuilt.
+_ENTERED = (Kind.JIT, Kind.CALL, Kind.CHECKPOINT, Kind.SHARD_MAP, Kind.SCAN, Kind.COND)
 
 
 def _activations(values: Iterable[Any]) -> list[Any]:
@@ -195,10 +177,10 @@ def _value(value: Any) -> Any:
 
 
 def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeight]) -> bool:
-    """Whether an operation makes a weight: of whole ones, with masks too; of rows, with numbers.
+    """Whether an operation makes a weight: of whole ones alone, with masks and numbers too.
 
-    Of rows only where its derivative needs none of them: else they would be needed in float32 as well, and
-    the table gathered from its devices in both types.
+    Of rows it makes activations, whose gradients are as large: as weights they would be needed in float32 as
+    well, and the table gathered from its devices in both types.
     """
     if ir.holds_jaxpr(eqn) or not all(is_floating(ir.dtype_of(var)) for var in eqn.outvars):
         return False
@@ -208,14 +190,7 @@ def _makes_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeig
     is_larger = eqn.outvars[0].aval.size > max(weight.value.size for weight in weights)
     if is_larger and eqn.primitive.name in op_table.BROADCASTING and len(weights) < len(operands):
         return False
-    if all(weight.kind == "whole" for weight in weights):
-        return True
-    # Rows that meet others are activations: their gradients are as large.
-    first, *others = weights
-    numbers = [atom for value, atom in zip(operands, eqn.invars, strict=True) if value is not first]
-    is_multiple = eqn.primitive.name == "mul" or (eqn.primitive.name == "div" and operands[0] is first)
-    is_linear = eqn.primitive.name not in HAVING[Trait.NONLINEAR] or (is_multiple and len(numbers) == 1)
-    return is_linear and not others and all(ir.shape_of(atom) == () for atom in numbers)
+    return all(weight.kind == "whole" for weight in weights)
 
 
 def _bound_to_both(eqn: Any, values: Iterable[Any], fp32: Iterable[Any], kind: WeightKind) -> list[Any]:
@@ -249,9 +224,7 @@ def _with_weights(eqn: Any, operands: Sequence[Any], weights: Sequence[DualWeigh
         return _moved(eqn, operands)
     if _makes_weights(eqn, operands, weights):
         values = [lax.stop_gradient(_value(value)) for value in operands]
-        kinds = {weight.kind for weight in weights}
-        kind = "rows" if "rows" in kinds else "whole"
-        return _bound_to_both(eqn, values, map(_fp32_of, operands), kind)
+        return _bound_to_both(eqn, values, map(_fp32_of, operands), "whole")
     if eqn.primitive.name in op_table.BROADCASTING:
         operands = [_broadcast(value, eqn.outvars[0]) for value in operands]
     return _activations(binding.bind(eqn, *map(read, operands)))
