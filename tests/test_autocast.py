@@ -690,46 +690,14 @@ def test_custom_vjp_stays_and_says_so_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.grad(cast)(W, x)  # Once.
-        opened = jax.grad(autocast(function, "float16", lower={"custom_vjp_call"}))
-        assert set(products(opened, W, x)) == {("dot_general", "float16", "float16")}
-        assert_close(opened(W, x), jax.grad(function)(W, x), roundings=16)
 
 
-def test_a_custom_vjp_with_symbolic_zeros_is_told_what_helps():
-    def with_own_derivative(multiply):
-        product = jax.custom_vjp(multiply)
-        product.defvjp(lambda w: (multiply(w.value), None), lambda _, g: (X.T @ g,), symbolic_zeros=True)
-        return autocast(lambda w: product(w).sum(), "float16")
-
-    with pytest.warns(
-        UserWarning, match="It has symbolic_zeros=True, so that none is lowered: autocast what it"
-    ):
-        jax.grad(with_own_derivative(lambda w: X @ w))(W)
-    advised = with_own_derivative(autocast(lambda w: X @ w, "float16"))
+def test_functions_that_a_custom_vjp_calls_can_be_autocast():
+    multiply = autocast(lambda w: X @ w, "float16")
+    product = jax.custom_vjp(multiply)
+    product.defvjp(lambda w: (multiply(w.value), None), lambda _, g: (X.T @ g,), symbolic_zeros=True)
+    advised = autocast(lambda w: product(w).sum(), "float16")
     assert set(products(advised, W)) == {("dot_general", "float16", "float16")}
-
-
-def test_a_lowered_custom_vjp_may_close_over_arrays():
-    inner = jnp.array(W)
-
-    @jax.custom_vjp
-    def closing(x, u):
-        return jnp.tanh(x @ inner) * u
-
-    def backward(residuals, g):
-        x, u = residuals
-        t = jnp.tanh(x @ inner)
-        return (g * u * (1 - t * t)) @ inner.T, g * t
-
-    closing.defvjp(lambda x, u: (closing(x, u), (x, u)), backward)
-
-    def function(w, x):
-        return (closing(x @ w, x) ** 2).sum()
-
-    x = jnp.concatenate([X, -X])
-    opened = jax.grad(autocast(function, "float16", lower={"custom_vjp_call"}), argnums=(0, 1))
-    assert set(products(opened, W, x)) == {("dot_general", "float16", "float16")}
-    assert_close(opened(W, x), jax.grad(function, argnums=(0, 1))(W, x), roundings=16)
 
 
 @pytest.mark.slow
@@ -1062,8 +1030,6 @@ def test_bad_input():
         autocast(layer, "float16", ops={"exp": "lowr"})
     with pytest.raises(ValueError, match="'exp' is on two lists, 'lower' and 'full'"):
         autocast(layer, "float16", lower={"exp"}, full={"exp"})
-    with pytest.raises(ValueError, match="A jit holds other operations"):
-        autocast(layer, "float16", follow={"jit"})
     with pytest.raises(TypeError, match="hold names of primitives"):
         autocast(layer, "float16", lower={jnp.exp})
     with pytest.raises(ValueError, match="neither 'off' nor 'lower'"), region("on"):

@@ -91,18 +91,6 @@ def test_a_scan_whose_sizes_are_elsewhere(monkeypatch, params):
         compat.scan_sizes(eqn.params)
 
 
-def test_residuals_that_are_told_elsewhere(monkeypatch):
-    found = compat._equation
-
-    def without_trees(jaxpr, name):
-        eqn = found(jaxpr, name)
-        return eqn.replace(params=eqn.params | {"out_trees": lambda: (None, None, [None, None])})
-
-    monkeypatch.setattr(compat, "_equation", without_trees)
-    with pytest.raises(RuntimeError, match=f"`out_trees`.*{JAX}"):
-        compat.residual_places(None)
-
-
 def test_checks_run_under_any_configuration_and_inside_other_traces():
     scan = jax.make_jaxpr(lambda x: lax.scan(lambda c, _: (c * 2, c), x, length=2))(1.0).eqns[-1]
 

@@ -32,10 +32,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: The rules of operations that hold others, by name; a `lax.platform_dependent` is a `cond`.
 _CALLS: dict[str, Rule] = {name: call_rules.RULES[kind] for name, kind in calls.KINDS.items()}
 
-#: The rules of primitives that need more than their list says.
-_RULES: dict[str, Rule] = {**operation_rules.OWN, **_CALLS}
-
-
 #: Reason of an entry that the caller has made.
 _ASKED = "as the caller asked"
 
@@ -64,11 +60,6 @@ class Settings:
         self._follow(autocast_policy(policy, recipe), policy)
         self.table = _changed_table(ops, lower=lower, full=full, follow=follow)
         self._names = {name for name, (_, why) in self.table.items() if why == _ASKED}
-        for name in (self._names & _CALLS.keys()) - {"custom_vjp_call"}:
-            raise ValueError(
-                f"A {name} holds other operations, and what they are decides. Put those on a list, or "
-                "mark the code with `region`."
-            )
         self._warned: set[str] = set()
 
     def _follow(self, policy_map: PolicyMap, given: Any) -> None:
@@ -115,8 +106,8 @@ class Settings:
         lists = {**operation_rules.LISTS, "lower": lower}
         by_list = {name: lists[op_list] for name, (op_list, _) in self.table.items()}
         # A name that the caller has put on a list is treated as the list says, moves and casts too.
-        own = {n: rule for n, rule in _RULES.items() if n not in self._names or n == "custom_vjp_call"}
-        return {**by_list, **own}
+        own = {n: rule for n, rule in operation_rules.OWN.items() if n not in self._names}
+        return {**by_list, **own, **_CALLS}
 
     def _check(self, planner: Planner, seen: Any, name: str) -> None:
         regions = planner.regions

@@ -84,7 +84,7 @@ def _shard_map(_: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any
     return control_flow.shard_map(step.eqn, _function(step), arrays)
 
 
-def _with_derivative(rebuilt: Any, planner: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
+def _custom_jvp(planner: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Sequence[Any]:
     """Another function with the user's rules of its derivative, which are planned when they run."""
 
     def run_planned(jaxpr: Any, arrays: Sequence[Any], dtypes: Sequence[Any] | None) -> list[Any]:
@@ -93,38 +93,22 @@ def _with_derivative(rebuilt: Any, planner: Planner, step: EqnPlan, arrays: Sequ
         plan = planner.plan(jaxpr, [Value(array.dtype) for array in arrays], demands, step.region)
         return plan.results(arrays, wanted)
 
-    return rebuilt(step.eqn, _function(step), arrays, run_planned, step.dtypes)
+    return control_flow.custom_jvp(step.eqn, _function(step), arrays, run_planned, step.dtypes)
 
 
-class CustomVJP(Call):
-    """jax.custom_vjp: as traced, since its backward pass knows the dtypes of its forward pass.
-
-    On the list of what is lowered, it is another custom_vjp, with both passes planned like everything else.
-    """
-
-    def demand(self, case: Case) -> Sequence[Demand]:
-        return super().demand(case) if self._is_opened(case) else AS_TRACED.demand(case)
+class CustomVJP(Rule):
+    """jax.custom_vjp: as traced, since its backward pass knows the dtypes of its forward pass."""
 
     def plan(self, case: Case) -> EqnPlan:
-        if self._is_opened(case):
-            return super().plan(case)
         note, table = "", case.planner.table
         inside = ir.equations(_jaxpr(case.eqn)) if case.region.half is not None else ()
         products = (e for e in inside if table.get(e.primitive.name, ("",))[0] == "lower")
         if any(ir.is_float32(atom) for e in products for atom in e.invars):
-            repair = "autocast(..., lower={'custom_vjp_call'}) lowers both"
-            if case.eqn.params["symbolic_zeros"]:
-                repair = "It has symbolic_zeros=True, so that none is lowered: autocast what it calls"
             note = (
                 "a custom_vjp holds matrix products, which stay in float32: its backward pass was written "
-                f"for the dtypes of its forward pass. {repair}"
+                "for the dtypes of its forward pass. Autocast the functions that its passes call"
             )
         return case.as_traced("custom_vjp: as traced", note)
-
-    @staticmethod
-    def _is_opened(case: Case) -> bool:
-        asked = case.planner.table.get(case.eqn.primitive.name, ("",))[0] == "lower"
-        return asked and case.region.half is not None and not case.eqn.params["symbolic_zeros"]
 
 
 def _both(one: Demand, other: Demand) -> Demand:
@@ -226,8 +210,8 @@ RULES: Mapping[Kind, Rule] = {
     Kind.JIT: Call(_retraced),
     Kind.CALL: Call(None),
     Kind.CHECKPOINT: Call(_checkpoint),
-    Kind.CUSTOM_JVP: Call(functools.partial(_with_derivative, control_flow.custom_jvp)),
-    Kind.CUSTOM_VJP: CustomVJP(functools.partial(_with_derivative, control_flow.custom_vjp)),
+    Kind.CUSTOM_JVP: Call(_custom_jvp),
+    Kind.CUSTOM_VJP: CustomVJP(),
     Kind.SHARD_MAP: Call(_shard_map),
     Kind.SCAN: Loop(),
     Kind.WHILE: Loop(),

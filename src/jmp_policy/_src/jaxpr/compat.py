@@ -171,16 +171,6 @@ def _probe_checkpoint_policy() -> type | None:
     return None if recomputed is bool else recomputed
 
 
-def residual_places(eqn: Any) -> Sequence[int | None]:
-    """For each residual of a custom_vjp which argument it is; None where the forward pass makes it.
-
-    To be asked after its forward function has run. Private: the third result of `out_trees`. JAX has no
-    public way to ask which residuals it leaves out of the forward function's results.
-    """
-    checked(_probe_custom_vjp, "which residuals of a custom_vjp are its arguments from `out_trees`")
-    return eqn.params["out_trees"]()[2]
-
-
 def is_raised_by_cudnn(error: BaseException) -> bool:
     """Returns whether JAX's cuDNN attention refused its operands.
 
@@ -188,34 +178,6 @@ def is_raised_by_cudnn(error: BaseException) -> bool:
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return frame.f_globals.get("__name__", "").startswith("jax._src.cudnn")
-
-
-def closed_over(eqn: Any) -> int:
-    """Returns how many of the operands of a custom_vjp, the first ones, its function closes over.
-
-    Private: `num_consts`. JAX has no public way to tell them from arguments.
-    """
-    require("num_consts" in eqn.params, "what a custom_vjp closes over from `num_consts`")
-    return eqn.params["num_consts"]
-
-
-def cotangents(outs: Any) -> Sequence[Any]:
-    """What the backward function of a custom_vjp gives; from 0.12 on it gives a log with it."""
-    return outs[0] if isinstance(outs, tuple) and len(outs) == 2 and isinstance(outs[0], list) else outs
-
-
-def _probe_custom_vjp() -> bool | None:
-    """Runs the rules of a function with two residuals, of which one is its argument."""
-    function: Any = jax.custom_vjp(lax.sin)
-    function.defvjp(
-        lambda x: (lax.sin(x), (x, lax.cos(x))), lambda residuals, ct: (lax.mul(ct, residuals[1]),)
-    )
-    one = np.float32(1)
-    eqn = _equation(jax.make_jaxpr(lambda x: function(x))(one), "custom_vjp_call")
-    _, forward, backward = subfunctions(eqn)
-    jax.make_jaxpr(lambda x: forward(x, True))(one)
-    grads = jax.make_jaxpr(lambda *arrays: cotangents(backward(*arrays)))(one, one, one)
-    return (list(eqn.params["out_trees"]()[2]) == [0, None] and len(grads.out_avals) == 1) or None
 
 
 def manual_axes(params: dict[str, Any]) -> Any:

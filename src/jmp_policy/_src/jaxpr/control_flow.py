@@ -183,62 +183,6 @@ def custom_jvp(
     return whole(*arrays)
 
 
-def custom_vjp(
-    eqn: Any, function: Function, arrays: Sequence[Any], run: Run, dtypes: Sequence[Any]
-) -> Sequence[Any]:
-    """Runs a custom_vjp around another function; the forward and the backward pass are the user's.
-
-    Each pass is traced in the dtypes that it was written for when JAX asks for it. The residuals may be in
-    others then; what they were traced as has to be known when the backward pass is traced.
-
-    Args:
-      eqn, function, arrays, run: as for `custom_jvp`.
-      dtypes: of its results; None for those that are left alone.
-    """
-    _, user_forward, user_backward = compat.subfunctions(eqn)
-    operands, residual_dtypes = [ir.dtype_of(atom) for atom in eqn.invars], list[Any]()
-    closed = compat.closed_over(eqn)
-    whole: Any = jax.custom_vjp(function)
-
-    def forward(*arrays: Any) -> Any:
-        def flat(*arrays: Any) -> Sequence[Any]:
-            # With each argument: whether it is differentiated. What the function closes over is not.
-            return user_forward(*(part for place, x in enumerate(arrays) for part in (x, place >= closed)))
-
-        traced = _traced(flat, arrays, operands)
-        outs = traced.rebuild(run(traced.jaxpr, traced.arrays, None))
-        places = compat.residual_places(eqn)  # Known once the forward pass was traced.
-        made = traced.rebuild([ir.dtype_of(var) for var in compat.open_jaxpr(traced.jaxpr).outvars])
-        residual_dtypes[:] = _chosen(made, operands, places)
-        results = zip(outs[-len(dtypes) :], dtypes, strict=True)
-        return [_cast(x, dtype) for x, dtype in results], _chosen(outs, arrays, places)
-
-    def backward(residuals: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        def flat(*arrays: Any) -> Sequence[Any]:
-            return compat.cotangents(user_backward(*arrays))
-
-        written_for = [*residual_dtypes, *map(ir.dtype_of, eqn.outvars)]
-        traced = _traced(flat, [*residuals, *cotangents], written_for)
-        outs = traced.rebuild(run(traced.jaxpr, traced.arrays, None))
-        return tuple(
-            _cast(out, array.dtype) if ir.is_array(out) else None
-            for out, array in zip(outs, arrays, strict=True)
-        )
-
-    whole.defvjp(forward, backward)
-    return whole(*arrays)
-
-
-def _cast(value: Any, dtype: Any) -> Any:
-    return value if dtype is None or value.dtype == dtype else lax.convert_element_type(value, dtype)
-
-
-def _chosen(made: Sequence[Any], arguments: Sequence[Any], places: Sequence[int | None]) -> list[Any]:
-    """The residuals: the next one that was made, or the argument in that place."""
-    new = iter(made)
-    return [next(new) if place is None else arguments[place] for place in places]
-
-
 def _traced(function: Function, values: Sequence[Any], dtypes: Sequence[Any]) -> ir.Flat:
     """Traces a function of flat lists in the dtypes that it was written for."""
     return ir.flattened(lambda *values: list(function(*values)), values, {}, dtypes)

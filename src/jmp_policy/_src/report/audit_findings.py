@@ -257,8 +257,8 @@ class Audit(Report):
             )
         if not places:
             return (
-                ", whose operands were never half: wrap the module, or autocast the function (a custom_vjp "
-                "in it with lower={'custom_vjp_call'})"
+                ", whose operands were never half: wrap the module, or autocast the function (and those that "
+                "the passes of a custom_vjp call)"
             )
         narrow = {place: {u.narrow for u in self.upcasts if u.place == place} for place in places}
         if any(narrow.values()):

@@ -21,7 +21,13 @@ import numpy as np
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
-from jmp_policy._src.jaxpr.float32_replay import evaluate_in_float32, holds_half, replay_equation, to_float32
+from jmp_policy._src.jaxpr.float32_replay import (
+    as_traced,
+    evaluate_in_float32,
+    holds_half,
+    replay_equation,
+    to_float32,
+)
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import size
@@ -351,8 +357,12 @@ def _is_half_and_smaller(atom: Any, result: Any) -> bool:
 
 
 def _with_own_derivative(eqn: Any, arrays: Sequence[Any]) -> Sequence[Any]:
-    """Computes a function in float32 that keeps its own derivative: here the replay is differentiated."""
-    rebuilt = control_flow.custom_jvp if calls.kind_of(eqn) is Kind.CUSTOM_JVP else control_flow.custom_vjp
+    """Computes a function that keeps its own derivative, since the replay is differentiated here.
+
+    A custom_jvp in float32; a custom_vjp as it was traced, since its passes know the dtypes of each other.
+    """
+    if calls.kind_of(eqn) is Kind.CUSTOM_VJP:
+        return as_traced(eqn, arrays)
 
     def function(*arrays: Any) -> list[Any]:
         return evaluate_in_float32(eqn.params["call_jaxpr"], arrays)
@@ -360,4 +370,4 @@ def _with_own_derivative(eqn: Any, arrays: Sequence[Any]) -> Sequence[Any]:
     def run(jaxpr: Any, arrays: Sequence[Any], _: Any) -> list[Any]:
         return evaluate_in_float32(jaxpr, arrays)
 
-    return rebuilt(eqn, function, arrays, run, [None] * len(eqn.outvars))
+    return control_flow.custom_jvp(eqn, function, arrays, run, [None] * len(eqn.outvars))
