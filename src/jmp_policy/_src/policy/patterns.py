@@ -137,8 +137,8 @@ def checked_pairs(overrides: Any) -> list[tuple[Pattern, Any]]:
         pairs = [(pattern, policy) for pattern, policy in pairs]
     except (TypeError, ValueError) as error:
         raise TypeError(
-            "The overrides of a PolicyMap are a mapping {pattern: policy} or a sequence of "
-            f"(pattern, policy) pairs; got {pairs!r}."
+            "Rules are a mapping {pattern: policy} or a sequence of (pattern, policy) pairs; got "
+            f"{pairs!r}."
         ) from error
     return [(_check_pattern(pattern), policy) for pattern, policy in pairs]
 

@@ -10,6 +10,7 @@ import jax
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.types import DTypeLike
 from jmp_policy._src.policy.marked_regions import compute_dtype
+from jmp_policy._src.policy.patterns import checked_pairs
 from jmp_policy._src.policy.policy import Policy
 from jmp_policy._src.policy.recipes import check_has_no_state
 from jmp_policy._src.policy.rules import PolicyMap
@@ -93,21 +94,14 @@ def as_rules(rules: Any) -> list[tuple[str, str]]:
     Raises:
       TypeError, ValueError: for something that is not a pair, glob or region; the message names it.
     """
-    pairs = rules.items() if hasattr(rules, "items") else rules
-    try:
-        checked = [(glob, precision) for glob, precision in pairs]
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            "rules of autocast are pairs (path glob, 'off' | 'lower' | policy), as in (('*head*', 'off'),); "
-            f"got {rules!r}."
-        ) from error
-    for glob, _ in checked:
+    pairs: list[tuple[Any, Any]] = checked_pairs(rules)
+    for glob, _ in pairs:
         if not isinstance(glob, str) or not glob.strip("/"):
             raise TypeError(
                 f"The rule for {glob!r} of autocast is no path glob: operations are known by the names of "
                 "the scopes around them. Rules by class or predicate go into a PolicyMap, for Flax modules."
             )
-    return [(glob, _region_word(precision)) for glob, precision in checked]
+    return [(glob, _region_word(precision)) for glob, precision in pairs]
 
 
 def rules_of(policy_map: PolicyMap) -> list[tuple[str, str]]:
