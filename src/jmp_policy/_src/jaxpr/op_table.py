@@ -119,6 +119,12 @@ _SUM = _ACCUMULATES | _REDUCES | _KEEPS_SIGN
 #: What nobody looks into, and runs as it was written.
 _CLOSED = _COSTLY | _DTYPE_BOUND | _KERNEL | _COMBINER
 
+
+def _same(names: str, op_list: OpList | None, reason: str, traits: Trait) -> dict[str, Operation]:
+    """The rows of primitives of which the same is known."""
+    return dict.fromkeys(names.split(), Operation(op_list, reason, traits))
+
+
 _TENSOR_CORES = "Tensor Cores take half operands and accumulate in float32"
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -137,17 +143,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "sqrt": Operation("full", "of variances, which are below float16's normal range", _CURVE | _POLE),
     "rsqrt": Operation("full", "of variances, which are below float16's normal range", _CURVE | _POLE),
     "cbrt": Operation("full", "as sqrt", _CURVE | _POLE),
-    "erf_inv": Operation("full", "steep near 1, where half has no digits"),
     "erfc": Operation("full", "its tail is below float16's range", _CURVE),
-    "lgamma": Operation("full", "exceeds float16, and cancels"),
-    "digamma": Operation("full", "cancels near its zero"),
-    "polygamma": Operation("full", "exceeds float16 near 0"),
-    "igamma": Operation("full", "a series with many terms"),
-    "igammac": Operation("full", "a series with many terms"),
-    "igamma_grad_a": Operation("full", "a series with many terms"),
-    "regularized_incomplete_beta": Operation("full", "a continued fraction with many terms"),
-    "bessel_i0e": Operation("full", "a series with many terms"),
-    "bessel_i1e": Operation("full", "a series with many terms"),
     "sin": Operation("full", "of positions: half has no fraction left above 2048", _CURVE),
     "cos": Operation("full", "of positions: half has no fraction left above 2048", _CURVE),
     "tan": Operation("full", "as sin", _CURVE),
@@ -185,14 +181,11 @@ OPERATIONS: Mapping[str, Operation] = {
         "follow", "exact to half's rounding; see autocast/operation_rules.py", _EACH | _NONLINEAR | _POLE
     ),
     "neg": Operation("follow", "exact", _ELEMENTWISE | _SAFE),
-    "sign": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
+    **_same("sign floor ceil round", "follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
     "abs": Operation("follow", "exact", _CURVE | _SAFE),
     "max": Operation("follow", "exact", _EACH | _SAFE | _ADDS | _BOUNDED),
     "min": Operation("follow", "exact", _EACH | _SAFE | _ADDS | _BOUNDED),
     "clamp": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _ADDS | _BOUNDED),
-    "floor": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
-    "ceil": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
-    "round": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
     "rem": Operation("follow", "exact to half's rounding; see autocast/operation_rules.py", _EACH | _POLE),
     "square": Operation(
         "follow",
@@ -206,12 +199,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "tanh": Operation("follow", "bounded, and 1-Lipschitz", _CURVE),
     "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE),
     "select_n": Operation("follow", "picks a value", _EACH | _SAFE | _ADDS | _KEEPS_SIGN),
-    "eq": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
+    **_same("eq lt le gt ge", "follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
     "ne": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _COMPARISON),
-    "lt": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
-    "le": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
-    "gt": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
-    "ge": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
     "is_finite": Operation("follow", "a comparison", _ELEMENTWISE | _EXACT_TRANSPOSE),
     "cummax": Operation("follow", "exact", _COSTLY | _EXACT),
     "cummin": Operation("follow", "exact", _COSTLY | _EXACT),
@@ -229,13 +218,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "ppermute": Operation("follow", "moves data", _COSTLY | _COLLECTIVE | _EXACT),
     "pbroadcast": Operation("follow", "moves data", _SUMMED | _COLLECTIVE),
     "broadcast_in_dim": Operation("follow", "moves data", _WEIGHT | _SUMMED | _VIEW),
-    "reshape": Operation("follow", "moves data", _WEIGHT | _VIEW),
-    "transpose": Operation("follow", "moves data", _WEIGHT | _VIEW),
-    "squeeze": Operation("follow", "moves data", _WEIGHT | _VIEW),
-    "rev": Operation("follow", "moves data", _WEIGHT),
-    "slice": Operation("follow", "moves data", _WEIGHT),
-    "split": Operation("follow", "moves data", _WEIGHT),
-    "unstack": Operation("follow", "moves data", _WEIGHT),
+    **_same("reshape transpose squeeze", "follow", "moves data", _WEIGHT | _VIEW),
+    **_same("rev slice split unstack", "follow", "moves data", _WEIGHT),
     "tile": Operation("follow", "moves data", _COPIED_WEIGHT | _SUMMED),
     "copy": Operation("follow", "moves data", _ELEMENTWISE | _WEIGHT | _VIEW),
     "name": Operation("follow", "names a residual for a remat policy", _MOVES | _VIEW | _SAFE),
@@ -259,22 +243,18 @@ OPERATIONS: Mapping[str, Operation] = {
     "as_cast_of": Operation(
         None, "a half value, with the gradient to a float32 one", _ELEMENTWISE | _VIEW | _SAFE
     ),
-    "cholesky": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
+    **_same("cholesky eigh lu qr svd triangular_solve", None, "linear algebra", _COSTLY | _NOT_HALF),
     "custom_partitioning": Operation(None, "a function with a partitioning of its own", _CLOSED),
-    "eigh": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "ffi_call": Operation(None, "a foreign function", _COSTLY | _KERNEL),
     "fft": Operation(None, "a Fourier transform: JAX has none of half arrays", _COSTLY | _NOT_HALF),
     "io_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),
-    "lu": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "pallas_call": Operation(None, "a kernel written for its dtypes", _CLOSED),
     "pure_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),
-    "qr": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
-    "random_bits": Operation(None, "draws random numbers", _COSTLY),
+    **_same("random_bits rng_bit_generator threefry2x32", None, "draws random numbers", _COSTLY),
     "random_gamma": Operation(None, "draws random numbers, in its dtype", _COSTLY | _DTYPE_BOUND),
     "reduce_window": Operation(
         None, "a reduction by a function of the user's", _COSTLY | _COMBINER | _ACCUMULATES
     ),
-    "rng_bit_generator": Operation(None, "draws random numbers", _COSTLY),
     "scatter": Operation(None, "writes rows", _COSTLY | _COMBINER | _EXACT | _ADDS),
     "scatter-add": Operation(
         None,
@@ -287,9 +267,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "select_and_scatter_add": Operation(None, "the gradient of max pooling", _COSTLY | _ACCUMULATES | _RANKS),
     "approx_top_k": Operation(None, "the largest elements, most of them", _RANKS),
     "select_and_gather_add": Operation(None, "picks elements by others", _EXACT),
-    "svd": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
-    "threefry2x32": Operation(None, "draws random numbers", _COSTLY),
-    "triangular_solve": Operation(None, "linear algebra", _COSTLY | _NOT_HALF),
     "bitcast_convert_type": Operation(None, "reads the bits of its operand", _DTYPE_BOUND),
     "debug_print": Operation(None, "prints what it is given", _DTYPE_BOUND),
     "nextafter": Operation(None, "the next number in its dtype", _DTYPE_BOUND),
