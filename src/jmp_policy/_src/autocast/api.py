@@ -124,7 +124,7 @@ class Settings:
         texts = [f"{note} ({line})" if line else note for note, line in planner.notes.items()]
         known = {*LISTED, *planner.met}
         for unknown in self._names - known:
-            hint = did_you_mean(unknown, known)
+            hint = did_you_mean(str(unknown), known)
             texts.append(f"no operation met so far has the name {unknown!r}.{hint}")
         for text in texts:
             if text not in self._warned:
@@ -271,29 +271,19 @@ def _changed_table(
 
     Args:
       ops: primitive's name -> list.
-      lists: `lower=`, `full=`, `follow=`: names of primitives to put on that list.
+      lists: `lower=`, `full=`, `follow=`: names of primitives to put on that list. Of several lists with a
+        name the last counts.
 
     Raises:
-      ValueError: for a list that there is not, for a name on two lists, and for a name that is empty.
-      TypeError: for something that is no name, such as a function.
+      ValueError: for a list that there is not.
     """
-    changes: dict[str, Any] = {}
-    given = [*dict(ops or {}).items()]
+    changes: dict[str, Any] = dict(ops or {})
     for op_list, names in lists.items():
-        given += [(name, op_list) for name in ([names] if isinstance(names, str) else names)]
-    for name, op_list in given:
-        if not isinstance(name, str):
-            raise TypeError(
-                "The op lists of autocast hold names of primitives, as a jaxpr shows them ('dot_general'); "
-                f"got {name!r} of type {type(name).__name__}."
-            )
+        changes |= dict.fromkeys([names] if isinstance(names, str) else names, op_list)
+    for name, op_list in changes.items():
         if op_list not in get_args(OpList):
             raise ValueError(
                 f"Unknown op list {op_list!r} for {name!r}. Known: {', '.join(get_args(OpList))}."
-            )
-        if changes.setdefault(name, op_list) != op_list:
-            raise ValueError(
-                f"The primitive {name!r} is on two lists, {changes[name]!r} and {op_list!r}; leave one."
             )
     return {**LISTED, **{name: (op_list, _ASKED) for name, op_list in changes.items()}}
 

@@ -157,12 +157,7 @@ class Lower(Rule):
             atom.aval if dtype is None else jax.ShapeDtypeStruct(atom.aval.shape, dtype)
             for atom, dtype in zip(eqn.invars, step.reads, strict=True)
         ]
-        try:
-            made = jax.eval_shape(lambda *values: binding.bind(eqn, *values), *operands)
-        except Exception as error:
-            text = str(error).partition("\n")[0]
-            note = f"a {eqn.primitive.name} does not take {half.name} ({text}), and stays in float32"
-            return case.as_traced(f"full: it takes no {half.name}", note)
+        made = jax.eval_shape(lambda *values: binding.bind(eqn, *values), *operands)
         step.outs = tuple(Value(out.dtype) for out in made)
         return step
 
