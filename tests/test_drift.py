@@ -943,6 +943,27 @@ def test_carries_are_measured_at_the_end_of_the_trip_before(reverse):
     assert measured[carry].total == pytest.approx(wanted[::-1] if reverse else wanted, rel=1e-3)
 
 
+def test_what_is_measured_quickly_is_measured_again_where_it_must_be():
+    def gradients(scale, x):
+        def loss_fn(w):
+            return scale * jnp.sin((x @ w).astype(HALF).astype(jnp.float32)).sum()
+
+        return jax.value_and_grad(loss_fn)(W)
+
+    def run(quick, *args):
+        jaxpr = jax.make_jaxpr(gradients)(*args)
+        comparison = Comparison(jaxpr, True, quick=quick)
+        compared, measured, *_ = jax.device_get(jax.jit(comparison)(args))
+        return list(map(float, compared[1])), comparison.is_reliable(compared, measured)
+
+    (quick, is_reliable), (slow, _) = run(True, jnp.float32(1), X), run(False, jnp.float32(1), X)
+    assert is_reliable
+    assert quick == pytest.approx(slow, rel=1e-5)
+    # Gradients whose squares float32 cannot hold, and an overflow.
+    assert not run(True, jnp.float32(1e-18), X)[1]
+    assert not run(True, jnp.float32(1), X.at[0, 0].set(1e6))[1]
+
+
 def test_what_is_multiplied_in_one_line_has_the_error_of_each_factor():
     times = jnp.linspace(0.3, 1, 64)[:, None]
 

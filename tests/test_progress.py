@@ -167,6 +167,27 @@ def test_an_interrupt_keeps_what_drift_measured_of_a_gradient_that_is_not_finite
     assert found.rows
 
 
+def test_an_interrupt_keeps_the_first_comparison(monkeypatch):
+    monkeypatch.setattr(drift.Comparison, "is_reliable", lambda *args: False)
+    whole, run, calls = jmpp.drift(jmpp.autocast(loss, "float16"), W, X), drift.compiled_quickly, []
+
+    def interrupted(comparison):
+        calls.append(comparison)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return run(comparison)
+
+    monkeypatch.setattr(drift, "compiled_quickly", interrupted)
+    found = jmpp.drift(jmpp.autocast(loss, "float16"), W, X)
+    assert [row.place for row in found.rows] == [row.place for row in whole.rows]
+    assert (
+        found.interrupted == "Interrupted at comparing both precisions once more: small errors may be wrong."
+    )
+    calls[:] = [None]
+    with pytest.raises(KeyboardInterrupt, match="^$"):
+        jmpp.drift(jmpp.autocast(loss, "float16"), W, X)
+
+
 def test_an_interrupt_keeps_the_report_whose_loss_scale_was_being_tried(monkeypatch):
     def small(w):
         return 1e-6 * jnp.square(w.astype(jnp.float16)).astype(jnp.float32).mean()

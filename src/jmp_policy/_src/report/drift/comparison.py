@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
@@ -34,7 +35,7 @@ from jmp_policy._src.jaxpr.walk import Site, Walk
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.primitive import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_of_float8
-from jmp_policy._src.report.drift.recorder import Measured, Node, Recorder, difference, finite, squares, unit
+from jmp_policy._src.report.drift.recorder import LEAST, Errors, Measured, Node, Recorder, squares
 from jmp_policy._src.report.drift.twins import Twin, TwinCarries, as_written, cond, held, same
 
 
@@ -311,6 +312,7 @@ class Comparison:
       jaxpr: closed.
       measures: whether to measure at each operation, and not only the results.
       written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
+      quick: whether to measure in less time. Then `is_reliable` says whether it has to be done again without.
 
     Attributes:
       nodes: values at which the runs may differ.
@@ -322,10 +324,12 @@ class Comparison:
         jaxpr: Any,
         measures: bool,
         written: Mapping[tuple[int, int], float] = MappingProxyType({}),
+        *,
+        quick: bool = False,
     ):
         self._jaxpr = jaxpr
         types = [var.aval for var in open_jaxpr(jaxpr).invars]
-        self._written = written
+        self._written, self._errors = written, Errors(quick)
         self._cast, updated = _uses_of_arguments(Walk(jaxpr), [aval.dtype for aval in types])
         halves = [is_half(ir.dtype_of(var)) for var in open_jaxpr(jaxpr).outvars]
         self._updated = {i: of for i, of in updated.items() if halves[i]}
@@ -345,22 +349,28 @@ class Comparison:
         for i, arguments in self._updated.items():
             exact, before = outs[i].exact, [arrays[index] for index in arguments]
             same_shape = [array for array in before if jnp.shape(array) == jnp.shape(exact)]
-            found = [squares(difference(exact, array)) for array in same_shape]
+            found = [squares(self._errors.difference(exact, array)) for array in same_shape]
             if found:
                 changes[i] = jnp.min(jnp.stack(found))
         return compared, measured, outs[0].exact if outs else None, changes
 
+    def is_reliable(self, compared: Sequence[Compared], measured: Mapping[int, Measured]) -> bool:
+        """Whether quick measurements, on the host, are those that slow ones would be."""
+        finite = all(np.isfinite(found).all() for found in jax.tree.leaves((compared, measured)))
+        exact = [np.asarray(at.exact) for at in (*measured.values(), *compared) if at.exact is not None]
+        return finite and not any(((x > 0) & (x < LEAST)).any() for x in exact)
+
     def unit_of(self, number: int) -> float:
         """What the errors of a node are multiplied by when they are measured."""
-        return unit(self.nodes[number].site.backward)
+        return self._errors.unit(self.nodes[number].site.backward)
 
     def _compared(self, twin: Twin) -> Compared:
-        error = difference(twin.half, twin.exact)
-        half, exact = (squares(finite(value)) for value in (twin.half, twin.exact))
+        error = self._errors.difference(twin.half, twin.exact)
+        half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
         return Compared(squares(error), exact, half, jnp.max(jnp.abs(error), initial=0.0))
 
     def _run(self, arrays: Sequence[Any], wanted: Set[int]) -> tuple[list[Twin], Any]:
-        recorder = Recorder(wanted)
+        recorder = Recorder(wanted, self._errors)
         evaluation = TwinEvaluation(recorder, self._written, self._cast)
         outs = evaluation.run(self._jaxpr, [same(array) for array in arrays], Site())
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
