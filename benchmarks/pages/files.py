@@ -73,7 +73,7 @@ def planted_faults() -> str:
     counts: dict[str, Any] = {key: f"{sum(values)} of {len(values)}" for key, values in known.items()}
     shown = [
         row
-        | {"wrong": " and ".join(f" (wrong {key})" for key in ("place", "cause") if not row[key])}
+        | {"wrong": " (wrong place and cause)" * (not row["place"]) or " (wrong cause)" * (not row["cause"])}
         | {
             key: "—" if key not in row else row[key] if row[key] == row[key] else "nothing advised"
             for key in ("after", "nnx_after")

@@ -98,6 +98,9 @@ def loss_scaled(
     def by_loss(grads: Any) -> dict[str, PyTree]:
         return loss_scales.check_gradients(grads, initial) if several else {"": grads}
 
+    def total(grads: dict[str, PyTree]) -> PyTree:
+        return loss_scales.total(grads) if several else grads[""]
+
     def unscale(grads: dict[str, PyTree], scales: Mapping[str, LossScale]) -> dict[str, PyTree]:
         # Loss scales of other libraries may leave them half.
         return {name: tree_to_float32(scales[name].unscale(tree)) for name, tree in grads.items()}
@@ -140,10 +143,8 @@ def loss_scaled(
         finite = functools.reduce(lax.bitwise_and, each_finite.values())
 
         if "grad" in extra_args:
-            extra_args["grad"] = loss_scales.total(unscale(by_loss(extra_args["grad"]), scales))
-        new_updates, inner_state = run(
-            loss_scales.total(grads), state.inner_state, tree_to_float32(params), **extra_args
-        )
+            extra_args["grad"] = total(unscale(by_loss(extra_args["grad"]), scales))
+        new_updates, inner_state = run(total(grads), state.inner_state, tree_to_float32(params), **extra_args)
         step = Decision(finite)
         skipped = ~step.for_small
         new_updates = jax.tree.map(lambda u: _update_unless_skipped(step, u), new_updates)
