@@ -1030,6 +1030,13 @@ def test_bad_input():
         autocast(layer, "float16", rules={"*": "of"})
     with pytest.raises(ValueError, match=r"Unknown op list 'lowr' for 'exp'"):
         autocast(layer, "float16", ops={"exp": "lowr"})
+    with pytest.raises(ValueError, match="'exp' is on two lists, 'lower' and 'full'"):
+        autocast(layer, "float16", lower={"exp"}, full={"exp"})
+    for name in ("jit", "custom_vjp_call"):
+        with pytest.raises(ValueError, match=f"A {name} holds other operations.*autocast the functions"):
+            autocast(layer, "float16", lower={name})
+    with pytest.raises(TypeError, match="hold names of primitives"):
+        autocast(layer, "float16", lower={jnp.exp})
     with pytest.raises(ValueError, match="neither 'off' nor 'lower'"), region("on"):
         pass
     with pytest.raises(TypeError, match="full_precision decorates a function"):

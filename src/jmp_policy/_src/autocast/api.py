@@ -60,6 +60,11 @@ class Settings:
         self._follow(autocast_policy(policy, recipe), policy)
         self.table = _changed_table(ops, lower=lower, full=full, follow=follow)
         self._names = {name for name, (_, why) in self.table.items() if why == _ASKED}
+        for name in self._names & _CALLS.keys():
+            raise ValueError(
+                f"A {name} holds other operations, and what they are decides. Put those on a list, mark the "
+                "code with `region`, or autocast the functions that it calls."
+            )
         self._warned: set[str] = set()
 
     def _follow(self, policy_map: PolicyMap, given: Any) -> None:
@@ -124,7 +129,7 @@ class Settings:
         texts = [f"{note} ({line})" if line else note for note, line in planner.notes.items()]
         known = {*LISTED, *planner.met}
         for unknown in self._names - known:
-            hint = did_you_mean(str(unknown), known)
+            hint = did_you_mean(unknown, known)
             texts.append(f"no operation met so far has the name {unknown!r}.{hint}")
         for text in texts:
             if text not in self._warned:
@@ -271,19 +276,29 @@ def _changed_table(
 
     Args:
       ops: primitive's name -> list.
-      lists: `lower=`, `full=`, `follow=`: names of primitives to put on that list. Of several lists with a
-        name the last counts.
+      lists: `lower=`, `full=`, `follow=`: names of primitives to put on that list.
 
     Raises:
-      ValueError: for a list that there is not.
+      ValueError: for a list that there is not, for a name on two lists, and for a name that is empty.
+      TypeError: for something that is no name, such as a function.
     """
-    changes: dict[str, Any] = dict(ops or {})
+    changes: dict[str, Any] = {}
+    given = [*dict(ops or {}).items()]
     for op_list, names in lists.items():
-        changes |= dict.fromkeys([names] if isinstance(names, str) else names, op_list)
-    for name, op_list in changes.items():
+        given += [(name, op_list) for name in ([names] if isinstance(names, str) else names)]
+    for name, op_list in given:
+        if not isinstance(name, str):
+            raise TypeError(
+                "The op lists of autocast hold names of primitives, as a jaxpr shows them ('dot_general'); "
+                f"got {name!r} of type {type(name).__name__}."
+            )
         if op_list not in get_args(OpList):
             raise ValueError(
                 f"Unknown op list {op_list!r} for {name!r}. Known: {', '.join(get_args(OpList))}."
+            )
+        if changes.setdefault(name, op_list) != op_list:
+            raise ValueError(
+                f"The primitive {name!r} is on two lists, {changes[name]!r} and {op_list!r}; leave one."
             )
     return {**LISTED, **{name: (op_list, _ASKED) for name, op_list in changes.items()}}
 

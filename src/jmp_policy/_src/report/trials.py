@@ -188,8 +188,8 @@ class Mending:
           in_sums: whether it was lost in sums of weight gradients.
 
         Returns:
-          The first within the limit; else the one with the least error, if that is tolerable and half of the
-          one before. None without one.
+          The first within the limit; else the one with the least error, if that is tolerable and less than
+          half of `before`. None without one.
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
             self._try(paths, limit, before, in_sums)
