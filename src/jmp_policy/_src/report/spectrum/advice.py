@@ -14,7 +14,7 @@ import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Table
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.metrics import metrics
+from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, metrics, static_scales
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState
 
@@ -121,8 +121,9 @@ def advise(
         spectrum = spectrum.report()
     if not isinstance(spectrum, GradientSpectrum | None):
         raise TypeError(f"spectrum is a GradientSpectrum or SpectrumState, got {type(spectrum).__name__}.")
+    scale = get_loss_scale_state(opt_state).loss_scale
     found = [
-        *_of_skips(values),
+        *_of_skips(values, static_scales(opt_state), getattr(scale, "growth_interval", None)),
         *_of_histories(opt_state),
         *_of_groups(values),
         *(_of_spectrum(spectrum, values) if spectrum is not None else ()),
@@ -131,18 +132,33 @@ def advise(
     return Advice(tuple(found))
 
 
-def _of_skips(values: Mapping[str, float]) -> Iterator[Change]:
+def _of_skips(values: Mapping[str, float], static: set[str], interval: Any) -> Iterator[Change]:
     steps, skipped = values["steps"], values["skipped_steps"]
-    # Of several losses each has its own count.
-    in_a_row = max(count for name, count in values.items() if name.startswith("consecutive_"))
-    if in_a_row >= _IN_A_ROW:
-        finding = f"the gradients of {in_a_row:.0f} steps in a row were not finite"
-    elif steps >= _ENOUGH and skipped / steps > _SKIPPED:
-        finding = f"{skipped / steps:.0%} of {steps:.0f} steps were skipped"
-    else:
+    losses = [name.partition("/")[2] for name in values if name.startswith("loss_scale/")]
+    # Of several losses each has its own; a step is skipped if the gradients of one are not finite.
+    each = [(f"/{n}", f" for gradients of loss {n!r}", values[f"consecutive_nonfinite/{n}"]) for n in losses]
+    stuck = False
+    for name, whose, in_a_row in each or [("", "", values["consecutive_skips"])]:
+        if values.get(f"stuck{name}") or in_a_row >= _IN_A_ROW:
+            many = f"{in_a_row:.0f} steps in a row were skipped"
+            what = many if in_a_row >= _IN_A_ROW else "overflows go on"
+            finding = f"{what}{whose} at a loss scale of {values[f'loss_scale{name}']:g}"
+            stuck = True
+            if name in static and values[f"loss_scale{name}"] > 1:
+                change = "Use DynamicLossScale(), which finds a smaller one; if none helps, call diagnose"
+                yield Change("", finding, change)
+                continue
+            change = "Call diagnose to find the value, or compute in bfloat16, which has float32's range"
+            yield Change("", finding, change, "mixed_bfloat16")
+    if stuck:
         return
-    change = "Call diagnose to find the value, or compute in bfloat16, which has float32's range"
-    yield Change("", finding, change, "mixed_bfloat16")
+    if steps >= _ENOUGH and skipped / steps > _SKIPPED:
+        finding = f"{skipped / steps:.0%} of {steps:.0f} steps were skipped"
+        if isinstance(interval, int) and 1 / (interval + 1) > _SKIPPED / 2:
+            yield Change("", finding, f"Let the scale grow less often: growth_interval=2000, not {interval}")
+        else:
+            change = "More than the growth of the scale explains: call diagnose, or compute in bfloat16"
+            yield Change("", finding, change, "mixed_bfloat16")
 
 
 def _of_groups(values: Mapping[str, float]) -> Iterator[Change]:
@@ -159,8 +175,11 @@ def _of_groups(values: Mapping[str, float]) -> Iterator[Change]:
         largest = max(value for key, value in values.items() if key.startswith("grad_max/"))
         finding = f"{share:.0%} of the gradients are 0 in float16 at a loss scale of {scale:g}"
         room = _LARGEST_FLOAT16 / max(largest * scale, 2.0**-100)
-        if room > 2.0**8:
+        if not largest:
             yield Change(group, finding, "Start with a larger one, which falls: DynamicLossScale(2.0**24)")
+        elif room > 2.0**8:
+            times = 2.0 ** int(np.log2(room) - 4)
+            yield Change(group, finding, f"The loss scale can be {times:g} times as large")
         else:
             yield Change(group, finding, "Other gradients use the rest of the range", "mixed_bfloat16")
 
