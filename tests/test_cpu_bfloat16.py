@@ -26,7 +26,7 @@ import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.products import functions
 from jmp_policy._src.products.binding import bind_product
-from jmp_policy._src.products.functions import CONV_GENERAL_DILATED, DOT_GENERAL, are_chosen, primitive_for
+from jmp_policy._src.products.functions import DOT_GENERAL, are_chosen, primitive_for
 
 pytestmark = pytest.mark.slow
 
@@ -153,150 +153,10 @@ def test_under_vmap(axes):
     np.testing.assert_array_equal(found, want)
 
 
-def convolution(a, b, result=None, **about):
-    """A convolution as the interpreters bind it."""
-    function = functools.partial(lax.conv_general_dilated, preferred_element_type=result, **about)
-    jaxpr = jax.make_jaxpr(function)(a, b)
-    (out,) = ir.evaluate(jaxpr, [a, b], lambda eqn, values: bind_product(eqn.primitive, values, eqn.params))
-    return out
-
-
-def convolved(a, b, **about):
-    wide = (x.astype(jnp.float32) for x in (a, b))
-    return lax.conv_general_dilated(*wide, precision="highest", **about)
-
-
-@hypothesis.settings(max_examples=25)
-@hypothesis.given(st.data())
-def test_convolutions(data):
-    axes = data.draw(st.integers(0, 2))
-    sizes, window, strides, padding, spread = [], [], [], [], []
-    for _ in range(axes):
-        size = data.draw(st.integers(1, 5))
-        sizes.append(size)
-        window.append(data.draw(st.sampled_from([1, 1, 2, size])))
-        strides.append(data.draw(st.integers(1, 3)))
-        # What is cropped at the start is not padded at the end: there XLA's CPU (of jaxlib 0.10, no longer of
-        # 0.12) reads what lies behind the array, also in float32 and for the window of 2 on a size of 2.
-        start = data.draw(st.integers(-1, 2))
-        padding.append((start, data.draw(st.integers(-1, 2 if start >= 0 else 0))))
-        # JAX refuses to crop all of it.
-        hypothesis.assume(size + sum(min(side, 0) for side in padding[-1]) > 0)
-        spread.append((data.draw(st.sampled_from([1, 1, 2])), data.draw(st.integers(1, 2))))
-    specs = [data.draw(st.permutations(range(axes + 2))) for _ in range(3)]
-    shapes = []
-    for spec, shape in zip(specs, ((2, 16, *sizes), (4, 16, *window)), strict=False):
-        shapes.append(tuple(shape[spec.index(axis)] for axis in range(axes + 2)))
-    about = {
-        "window_strides": strides,
-        "padding": padding,
-        "lhs_dilation": [left for left, _ in spread],
-        "rhs_dilation": [right for _, right in spread],
-        "dimension_numbers": lax.ConvDimensionNumbers(*map(tuple, specs)),
-    }
-    a, b = operands(*shapes)
-    want = convolved(a, b, **about)
-    np.testing.assert_array_equal(convolution(a, b, FLOAT32, **about), want)
-    found = jax.jit(functools.partial(convolution, **about))(a, b)
-    np.testing.assert_array_equal(found, want.astype(jnp.bfloat16))
-
-
-CONVOLUTIONS = {
-    "one position": (nn.Conv(24, (1, 1)), 0),
-    "every second one": (nn.Conv(24, (1, 1), strides=2), 0),
-    "the whole image": (nn.Conv(24, (5, 5), padding="VALID"), 2),
-    "one of two axes": (nn.Conv(24, (1, 5), padding="VALID"), 2),
-    "transposed": (nn.ConvTranspose(24, (1, 1)), 0),
-    "windows": (nn.Conv(24, (3, 3)), 3),
-    "windows in groups": (nn.Conv(16, (1, 1), feature_group_count=2), 3),
-    "few channels": (nn.Conv(3, (1, 1)), 1),
-}
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-@pytest.mark.parametrize("grad", ["", ",g=f32"])
-def test_convolutions_that_are_products(name, grad):
-    layer, expected = CONVOLUTIONS[name]
-    if name == "transposed" and not grad:
-        expected = 3  # Flax's layer takes no function; for float32 gradients every product is bound again.
-    model, x = (
-        jmpp.wrap(layer, f"p=f32,c=bf16,o=f32{grad}"),
-        jax.random.normal(jax.random.key(0), (2, 5, 5, 16)),
-    )
-    variables = model.init(jax.random.key(1), x)
-
-    def gradients(module):
-        return jax.jit(jax.grad(lambda v, x: jnp.sum(module.apply(v, x) ** 2), (0, 1)))
-
-    text = gradients(model).lower(variables, x).as_text()
-    assert text.count("stablehlo.convolution") == expected
-    for found, want in zip(
-        jax.tree.leaves(gradients(model)(variables, x)),
-        jax.tree.leaves(gradients(layer)(variables, x)),
-        strict=True,
-    ):
-        assert found.dtype == jnp.float32
-        assert float(jnp.linalg.norm(found - want)) < 2.0**-6 * float(jnp.linalg.norm(want))
-
-
-@pytest.mark.parametrize("precision", ["highest", "TF32_TF32_F32", "BF16_BF16_F32"])
-def test_convolutions_of_any_precision(precision):
-    """JAX's convolutions take algorithms that its products refuse on a CPU."""
-    model, x = jmpp.wrap(nn.Conv(24, (1, 1)), "mixed_bfloat16"), jnp.ones((2, 4, 4, 16))
-    params = model.init(jax.random.key(0), x)
-    want = jax.jit(model.apply)(params, x)
-    with jax.default_matmul_precision(precision):
-        np.testing.assert_array_equal(jax.jit(model.apply)(params, x), want)
-
-
-@pytest.mark.parametrize("over", [(0, None), (None, 0), (0, 0)])
-def test_convolutions_under_vmap(over):
-    a, b = operands((3, 2, 16, 5), (3, 4, 16, 1))
-    args = [x if axis == 0 else x[0] for x, axis in zip((a, b), over, strict=True)]
-    about = {"window_strides": (2,), "padding": ((0, 0),)}
-    found = jax.vmap(functools.partial(convolution, result=FLOAT32, **about), over)(*args)
-    np.testing.assert_array_equal(found, jax.vmap(functools.partial(convolved, **about), over)(*args))
-
-
-@pytest.mark.parametrize("strides", [1, 2])
-def test_convolutions_exported_for_images_of_any_size(strides):
-    model = jmpp.wrap(nn.Conv(24, (1, 1), strides=strides), "mixed_bfloat16")
-    x = jax.random.normal(jax.random.key(0), (2, 6, 6, 16))
-    params = model.init(jax.random.key(1), x)
-    gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2)))
-    for shape in ("b, 6, 6, 16", "b, 2 * h, 6, 16"):
-        given = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32)
-        exported = jax.export.export(gradient, platforms=("cpu", "cuda"))(params, given)
-        for found, want in zip(
-            jax.tree.leaves(exported.call(params, x)), jax.tree.leaves(gradient(params, x)), strict=True
-        ):
-            np.testing.assert_allclose(
-                found, want, rtol=2.0**-6, atol=2.0**-6 * float(jnp.max(jnp.abs(want)))
-            )
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("strides", [1, 2])
-def test_convolutions_of_sharded_arrays(kind, strides):
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,))
-    model = jmpp.wrap(nn.Conv(16, (1, 1), strides=strides, use_bias=False), "mixed_bfloat16")
-    x = jax.random.normal(jax.random.key(0), (8, 4, 4, 16))
-    params = model.init(jax.random.key(1), x)
-    gradient = jax.jit(jax.grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2)))
-    want = gradient(params, x)["params"]
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(params, NamedSharding(mesh, P()))
-        found = gradient(placed, jax.device_put(x, NamedSharding(mesh, P("a"))))["params"]
-    for name, value in want.items():
-        np.testing.assert_allclose(found[name], value, rtol=2.0**-6, atol=1e-2)
-
-
 def test_only_bfloat16_products_where_the_default_is_a_cpu(monkeypatch):
     a, b = operands((3, 5), (5, 4))
     dot, none = primitives.dot_general_p, {"preferred_element_type": None}
     assert primitive_for(dot, (a, b), none) is DOT_GENERAL
-    assert primitive_for(primitives.conv_general_dilated_p, (a, b), none) is CONV_GENERAL_DILATED
     for given in (dot, DOT_GENERAL):  # Ours goes back to JAX's: programs are replayed in float32.
         assert primitive_for(given, (a, b.astype(jnp.float32)), none) is dot
     assert primitive_for(dot, (a, b), {"preferred_element_type": np.dtype(np.int32)}) is dot

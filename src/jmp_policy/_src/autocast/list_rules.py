@@ -39,7 +39,7 @@ from jmp_policy._src.products import binding
 from jmp_policy._src.products.fp8.eligibility import loses, stays_because
 from jmp_policy._src.products.fp8.primitive import bind_float8
 from jmp_policy._src.products.fp8.ragged import MATRIX_PRODUCTS, matrices
-from jmp_policy._src.products.functions import CONV_WITH_FLOAT32_RESULT, evaluated
+from jmp_policy._src.products.functions import evaluated
 from jmp_policy._src.products.small_products import gains_nothing, terms_of
 from jmp_policy._src.weight_grads.transform import derived
 
@@ -135,7 +135,8 @@ class Lower(Rule):
         wanted = (_wanted_full(case) and not region.lower) or half != region.half
         in_float8, why = choose(eqn, ins, region, wanted) if region.recipe else (None, "")
         compute, out = in_float8 or _run_in_half, half
-        if wanted and in_float8 is None:
+        # A convolution of half operands has a half result: cuDNN has none with a float32 one.
+        if wanted and in_float8 is None and eqn.primitive.name in MATRIX_PRODUCTS:
             # Of attention's scores, where they are asked for, it is said why they stay.
             stays = f", in {half} and not in float8" if region.recipe else ""
             stays = why if SCORES in of_attention(region.recipe) else stays
@@ -372,8 +373,6 @@ def _run_in_float8(weight: int | None, step: Any, caches: Sequence[CastCache]) -
 def product(eqn: Any, operands: Sequence[Any], result: np.dtype) -> Any:
     """Computes the product of an equation, of half operands, with a result in the given dtype."""
     changed = {"preferred_element_type": result, "precision": None}
-    if result == FLOAT32 and eqn.primitive.name == CONV_WITH_FLOAT32_RESULT.name:
-        return binding.bind_product(CONV_WITH_FLOAT32_RESULT, operands, {**eqn.params, **changed})[0]
     return binding.bind(eqn, *operands, **changed)[0]
 
 

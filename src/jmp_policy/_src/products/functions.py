@@ -1,7 +1,7 @@
-"""JAX's products as functions and primitives of our own: the same, but for how a platform computes them.
+"""JAX's matrix product as a function and a primitive of our own: the same, but for how a CPU computes it.
 
-Flax's layers and `jnp.einsum` take functions in place of `lax.dot_general` and `lax.conv_general_dilated` as
-arguments, so the policy hands them these.
+Flax's layers and `jnp.einsum` take a function in place of `lax.dot_general` as an argument, so the policy
+hands them this one.
 
 A product has to know what it was written for when it is lowered, once the platform is known, and its
 derivatives have to know it too. `lax.platform_dependent` does not carry that far: it is differentiated branch
@@ -26,15 +26,10 @@ from jax.extend.core import Literal, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
 from jmp_policy._src.jaxpr import compat, ir, op_table
-from jmp_policy._src.jaxpr.device_dispatch import GPUS
 from jmp_policy._src.products import cpu_products
 
 #: Binds the product of an equation of JAX's to operands.
 Bind = Callable[[Any, Sequence[Any]], Any]
-
-#: Gives what computes a product on a CPU, for the types of operands and result and the parameters; None for
-#: JAX's own operation.
-_Chooser = Callable[[Sequence[Any], Any, dict[str, Any]], Callable[..., Any] | None]
 
 
 def product_primitive(
@@ -137,80 +132,50 @@ def _checkpointed(like: Any, saveable: Any, unknown: Any, instantiated: Any, eqn
     return eqn, eqn, [False], [True], needed
 
 
-def _bilinear(like: Primitive, lowerings: Mapping[str, Callable[..., Any]]) -> Primitive:
-    """A primitive that is one of JAX's bilinear ones, computed in another way on some platforms."""
-
-    def batched(*args: Any, **params: Any) -> Any:
-        return batched_as(like, lambda eqn, values: primitive.bind(*values, **eqn.params), *args, **params)
-
-    def transposed(place: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
-        other, mesh = operands[1 - place], jax.sharding.get_abstract_mesh()
-        types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
-        jaxpr = transposed_jaxpr(like, place, types, tuple(params.items()), mesh)
-        return evaluated(jaxpr, (cotangent, other), bind_suited)
-
-    primitive = product_primitive(like, like.abstract_eval, batched, {None: lowered(like.bind), **lowerings})
-    ad.defbilinear(primitive, functools.partial(transposed, 0), functools.partial(transposed, 1))
-    return primitive
+_JAXS = primitives.dot_general_p
 
 
-def _for_cpu(like: Primitive, choose: _Chooser) -> Callable[..., Any]:
-    def on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
-        is_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
-        function = (is_bfloat16 and choose(ctx.avals_in, ctx.avals_out[0], params)) or like.bind
-        return lowered(function)(ctx, *operands, **params)
-
-    return on_cpu
+def _batched(*args: Any, **params: Any) -> Any:
+    return batched_as(_JAXS, lambda eqn, values: DOT_GENERAL.bind(*values, **eqn.params), *args, **params)
 
 
-def _convolved_in_half(lhs: Any, rhs: Any, *, preferred_element_type: Any, **params: Any) -> Any:
-    """Computes a convolution in the dtype of its operands, and casts the result to the dtype asked for.
-
-    cuDNN has no convolution of half operands with a float32 result: XLA casts the operands to float32. The
-    step of a U-Net whose last convolution is read by a float32 loss moves 20 % more bytes so on an H100, and
-    on cards without TF32 that convolution misses the Tensor Cores.
-    """
-    out = primitives.conv_general_dilated_p.bind(lhs, rhs, preferred_element_type=lhs.dtype, **params)
-    return lax.convert_element_type(out, preferred_element_type)
+def _transposed(place: int, cotangent: Any, *operands: Any, **params: Any) -> Any:
+    other, mesh = operands[1 - place], jax.sharding.get_abstract_mesh()
+    types = jax.typeof(cotangent), jax.typeof(other), operands[place].aval
+    jaxpr = transposed_jaxpr(_JAXS, place, types, tuple(params.items()), mesh)
+    return evaluated(jaxpr, (cotangent, other), bind_suited)
 
 
-DOT_GENERAL = _bilinear(
-    primitives.dot_general_p, {"cpu": _for_cpu(primitives.dot_general_p, lambda *_: cpu_products.product)}
+def _on_cpu(ctx: Any, *operands: Any, **params: Any) -> Any:
+    is_bfloat16 = all(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in)
+    return lowered(cpu_products.product if is_bfloat16 else _JAXS.bind)(ctx, *operands, **params)
+
+
+#: JAX's matrix product, which a CPU computes in another way of bfloat16 operands.
+DOT_GENERAL = product_primitive(
+    _JAXS, _JAXS.abstract_eval, _batched, {None: lowered(_JAXS.bind), "cpu": _on_cpu}
 )
-_CONV_FOR_CPU = {"cpu": _for_cpu(primitives.conv_general_dilated_p, cpu_products.convolution)}
-CONV_GENERAL_DILATED = _bilinear(primitives.conv_general_dilated_p, _CONV_FOR_CPU)
-#: A convolution of half operands with a float32 result, which is rounded to half on GPUs.
-CONV_WITH_FLOAT32_RESULT = _bilinear(
-    primitives.conv_general_dilated_p, _CONV_FOR_CPU | dict.fromkeys(GPUS, lowered(_convolved_in_half))
-)
-
-_OURS = {
-    primitives.dot_general_p: DOT_GENERAL,
-    primitives.conv_general_dilated_p: CONV_GENERAL_DILATED,
-}
-#: JAX's primitive for each of ours that stands in for it.
-JAXS = {ours: jaxs for jaxs, ours in _OURS.items()}
+ad.defbilinear(DOT_GENERAL, functools.partial(_transposed, 0), functools.partial(_transposed, 1))
 
 
 def primitive_for(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> Any:
     """Returns the primitive to bind in place of another, for these operands.
 
-    Where the default backend is a CPU, one of ours for a product of bfloat16 operands with a floating result
-    of at most 32 bits; JAX's for all other products, and any other primitive itself,
-    `CONV_WITH_FLOAT32_RESULT` too.
+    Where the default backend is a CPU, ours for a matrix product of bfloat16 operands with a floating result
+    of at most 32 bits; JAX's for all other products, and any other primitive itself.
 
     Args:
       primitive: JAX's or ours.
       operands: arrays, or their types.
       params: of the operation.
     """
-    jaxs = JAXS.get(primitive, primitive)
-    if jaxs not in _OURS or not all(x.dtype == jnp.bfloat16 for x in operands):
+    jaxs = _JAXS if primitive is DOT_GENERAL else primitive
+    if jaxs is not _JAXS or not all(x.dtype == jnp.bfloat16 for x in operands):
         return jaxs
     result = params.get("preferred_element_type")
     fits = result is None or (jnp.issubdtype(result, jnp.floating) and jnp.dtype(result).itemsize <= 4)
     is_ours = fits and params.get("out_sharding") is None and jax.default_backend() == "cpu"
-    return _OURS[jaxs] if is_ours else jaxs
+    return DOT_GENERAL if is_ours else jaxs
 
 
 def bind_suited(eqn: Any, operands: Sequence[Any]) -> Any:
@@ -218,19 +183,12 @@ def bind_suited(eqn: Any, operands: Sequence[Any]) -> Any:
     return primitive_for(eqn.primitive, operands, eqn.params).bind(*operands, **eqn.params)
 
 
-def _suited(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for a product of `jax.lax`, with the same arguments."""
-
-    @functools.wraps(function)
-    def suited(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not all(getattr(x, "dtype", None) == jnp.bfloat16 for x in (lhs, rhs)):
-            return function(lhs, rhs, *args, **kwargs)
-        return bound_by(bind_suited, function, lhs, rhs, *args, **kwargs)
-
-    return suited
-
-
-dot_general = _suited(lax.dot_general)
+@functools.wraps(lax.dot_general)
+def dot_general(lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+    """`lax.dot_general`, by our primitive where operands are bfloat16."""
+    if not all(getattr(x, "dtype", None) == jnp.bfloat16 for x in (lhs, rhs)):
+        return lax.dot_general(lhs, rhs, *args, **kwargs)
+    return bound_by(bind_suited, lax.dot_general, lhs, rhs, *args, **kwargs)
 
 
 def bound_by(bind: Bind, function: Callable[..., Any], lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,25 +203,20 @@ def bound_by(bind: Bind, function: Callable[..., Any], lhs: Any, rhs: Any, *args
 
 
 def stand_in(function: Any, dtype: Any) -> Any:
-    """Returns what a layer that computes in a dtype calls instead of a function of `jax.lax`.
+    """Returns what a layer that computes in a dtype calls instead of its matrix product.
 
-    Any other function comes back as it is: a user's own wins. So does JAX's while another library has
-    replaced it, as those that quantise do.
+    Any but JAX's comes back as it is: a user's own wins. So does JAX's while another library has replaced it,
+    as those that quantise do.
     """
-    return _STAND_INS[function] if is_jaxs_own(function) and are_chosen(dtype) else function
+    return dot_general if is_jaxs_own(function) and are_chosen(dtype) else function
 
 
-_STAND_INS = {lax.dot_general: dot_general, lax.conv_general_dilated: _suited(lax.conv_general_dilated)}
-_CODE = {function: function.__code__ for function in _STAND_INS}
+_CODE = lax.dot_general.__code__
 
 
 def is_jaxs_own(function: Any) -> bool:
-    """Returns whether a function is one of JAX's products, and nobody has replaced it."""
-    try:
-        code = _CODE.get(function)
-    except TypeError:  # One that cannot be hashed.
-        return False
-    return code is not None and function.__code__ is code and getattr(lax, function.__name__) is function
+    """Returns whether a function is `lax.dot_general`, and nobody has replaced it."""
+    return function is lax.dot_general and getattr(function, "__code__", None) is _CODE
 
 
 def are_chosen(dtype: Any) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core import dtypes
@@ -30,9 +29,10 @@ ISLANDS = (*NORMS, *WEIGHT_NORMS)
 #: Layers that are one product.
 PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Einsum, nn.Conv, nn.ConvTranspose, nn.ConvLocal)
 
-#: Layers whose products are fields, and the fields with the functions that they stand for when unset.
-_HAS_PRODUCTS = (nn.Dense, nn.DenseGeneral, nn.Conv, nn.ConvLocal)
-_PRODUCTS = {"dot_general": lax.dot_general, "conv_general_dilated": lax.conv_general_dilated}
+#: Layers whose field `dot_general` stands for JAX's when unset.
+_HAVE_DOT_GENERAL = (nn.Dense, nn.DenseGeneral)
+#: Layers whose input features can be few.
+_SUM_FEATURES = (*_HAVE_DOT_GENERAL, nn.Conv, nn.ConvLocal)
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -79,7 +79,7 @@ def sums_few(module: nn.Module, precision: ModulePrecision, args: Any, kwargs: A
 
     Depthwise convolutions do as well, but read large arrays.
     """
-    if not (isinstance(module, _HAS_PRODUCTS) and precision.keeps_small_inputs) or precision.island:
+    if not (isinstance(module, _SUM_FEATURES) and precision.keeps_small_inputs) or precision.island:
         return False
     x = next(iter((*args, *kwargs.values())), None)
     if not dtypes.is_half(precision.compute_dtype) or not isinstance(x, dtypes.ARRAYS) or not x.shape:
@@ -157,8 +157,8 @@ def overridden_fields(
             is_attention = isinstance(module, nn.MultiHeadDotProductAttention)
             if is_attention and module.attention_fn is nn.dot_product_attention:
                 new["attention_fn"] = attention
-    for field in fields & _PRODUCTS.keys():
-        new.update(_product_field(module, field, precision, path, scope.last))
+    if "dot_general" in fields:
+        new.update(_dot_general_field(module, precision, path, scope.last))
     return new
 
 
@@ -177,21 +177,20 @@ def _dtype_field(module: nn.Module, precision: ModulePrecision) -> Any:
     return precision.policy.param_dtype if isinstance(module, WEIGHT_NORMS) else precision.used_param_dtype
 
 
-def _product_field(
-    module: nn.Module, field: str, precision: ModulePrecision, path: str, last: frozenset[str]
+def _dot_general_field(
+    module: Any, precision: ModulePrecision, path: str, last: frozenset[str]
 ) -> dict[str, Any]:
-    """A product of a layer, where it differs from JAX's; one that the layer was given stays."""
-    function, given = _PRODUCTS[field], getattr(module, field)
+    """The matrix product of a layer, where it differs from JAX's; one that the layer was given stays."""
+    jaxs, given = lax.dot_general, module.dot_general
     # What the layer had before it was given a recipe: the module above hands its own on.
     now = getattr(given, "instead_of", given)
-    is_default = isinstance(module, _HAS_PRODUCTS) and now is None
-    if not (is_default or now is function) or getattr(module, f"{field}_cls", None) is not None:
+    is_default = isinstance(module, _HAVE_DOT_GENERAL) and now is None
+    if not (is_default or now is jaxs) or getattr(module, "dot_general_cls", None) is not None:
         return {}
-    # Only for bfloat16 is there another one.
-    ours = stand_in(function, jnp.bfloat16) if precision.compute_dtype == jnp.bfloat16 else function
+    ours = stand_in(jaxs, precision.compute_dtype)
     recipe = precision.recipe_at(path, getattr(module, "features", None), last)
-    if recipe and function is lax.dot_general and is_jaxs_own(function):
+    if recipe and is_jaxs_own(jaxs):
         from jmp_policy._src.flax.linen.float8 import float8_product  # Few models have float8 products.
 
         ours = float8_product(module, recipe, precision.recipe_is_asked_for, now)
-    return {field: ours} if ours is not function or given is not now else {}
+    return {"dot_general": ours} if ours is not jaxs or given is not now else {}

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
@@ -140,10 +139,6 @@ def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
     return float32_products.watched(module, stored, stored_arrays.REPAIR)
 
 
-#: Attributes in which layers of Flax keep the products that they call.
-_PRODUCTS = ("dot_general", "conv_general_dilated")
-
-
 @contextlib.contextmanager
 def opened(module: Any, precision: ModulePrecision) -> Iterator[Any]:
     """Gives the proxy of a module, whose own Params are read by a precision, for the length of a call."""
@@ -176,8 +171,8 @@ def _proxy_class(outer: type, precision: ModulePrecision) -> type:
     def getattribute(self: Any, name: str) -> Any:
         value = bare.__getattribute__(self, name)
         if type(value) in graph_nodes.PLAIN:
-            is_product = name in _PRODUCTS and precision.compute_dtype == jnp.bfloat16
-            return stand_in(value, jnp.bfloat16) if is_product else value
+            # Layers of Flax keep the product that they call.
+            return stand_in(value, precision.compute_dtype) if name == "dot_general" else value
         attributes = object.__getattribute__(self, "__dict__")
         is_users = name in attributes and not name.startswith("__") and not compat.is_bookkeeping(name)
         if not is_users or graph_nodes.is_called(value):
