@@ -236,18 +236,11 @@ def test_of_several_losses_the_one_without_scale_is_named():
         trace(lambda p, s: step(p, s, False), PARAMS, tx.init(PARAMS))
 
 
-def test_accumulated_and_repeated_gradients():
+def test_accumulated_gradients():
     def accumulated(state, params, x):
         return jmpp.accumulate_gradients(loss_fn, 2)(state, params, x)[1]
 
     in_jit(accumulated, optimizer())
-
-    def step(params, state):
-        (_, grads), state = jmpp.scaled_value_and_grad(loss_fn, retries=2)(state, params)
-        return tx.update(grads, state, params)
-
-    tx = optimizer()
-    trace(step, PARAMS, tx.init(PARAMS))
 
 
 def test_a_static_scale_may_be_a_constant_of_the_program():

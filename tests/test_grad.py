@@ -88,8 +88,6 @@ def test_bad_losses(fun, has_aux, message):
 def test_bad_arguments():
     with pytest.raises(TypeError, match="needs a loss function, got 3"):
         jmpp.scaled_value_and_grad(3)
-    with pytest.raises(ValueError, match="retries must be between"):
-        jmpp.scaled_value_and_grad(loss, retries=-1)
 
 
 def test_a_float16_loss_warns_and_does_not_overflow_for_ever():
@@ -165,59 +163,3 @@ def overflowing(w, limit):
 
     saturating.defvjp(lambda w: (w, None), backward)
     return jnp.sum(saturating(w))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("jit", [False, True])
-def test_retries_repeat_the_step_with_a_smaller_scale(jit):
-    tx = jmpp.loss_scaled(optax.sgd(1.0), jmpp.DynamicLossScale(2.0**12))
-    params = jnp.ones(2)
-    state = tx.init(params)
-
-    traces = []
-
-    def step(params, state, limit):
-        traces.append(None)
-        value_and_grad = jmpp.scaled_value_and_grad(overflowing, retries=3)
-        (value, grads), state = value_and_grad(state, params, limit)
-        updates, state = tx.update(grads, state, params)
-        return value, updates, state
-
-    step = jax.jit(step) if jit else step
-    for limit, tries, applied in (
-        (2.0**13, 0, True),
-        (2.0**10, 2, True),
-        (2.0**9, 3, True),
-        (2.0**8, 3, False),
-    ):
-        value, updates, after = step(params, state, limit)
-        assert float(value) == 2.0
-        assert bool(after.grads_finite) is applied
-        expected = 2.0 ** (12 - tries) * (1 if applied else 0.5)
-        assert float(after.loss_scale.loss_scale) == expected
-        np.testing.assert_array_equal(updates, [-1.0, -1.0] if applied else [-0.0, -0.0])
-    if jit:
-        assert len(traces) == 1
-
-
-def test_retries_inside_shard_map_are_an_error():
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec("d")
-
-    def step(x):
-        value_and_grad = jmpp.scaled_value_and_grad(lambda x: jnp.sum(x**2), retries=1)
-        return value_and_grad(SCALE, x)[0][1]
-
-    with pytest.raises(ValueError, match="cannot run inside shard_map"):
-        jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec)(jnp.ones(8))
-
-
-def test_retries_with_aux_and_a_bare_scale():
-    def fun(w):
-        return jnp.sum(w), {"n": jnp.int32(3), "w": w}
-
-    ((value, aux), grads), scale = jmpp.scaled_value_and_grad(fun, has_aux=True, retries=2)(
-        SCALE, jnp.ones(2)
-    )
-    assert (float(value), int(aux["n"]), float(grads[0])) == (2.0, 3, 2.0**10)
-    assert isinstance(scale, jmpp.StaticLossScale)

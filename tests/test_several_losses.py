@@ -357,19 +357,6 @@ def test_nnx_by_name_keeps_batch_statistics_on_a_skipped_step(bad):
         jmpp.nnx.scaled_value_and_grad(lambda m: m(x["b"]).sum())(optimizer, model)
 
 
-def test_a_retry_lowers_the_scale_of_its_loss_alone():
-    largest = jnp.finfo(jnp.float32).max
-    scales = {"x": jmpp.DynamicLossScale(8.0), "y": jmpp.DynamicLossScale(8.0)}
-    state = jmpp.loss_scaled(optax.sgd(1.0), scales).init(jnp.float32(0))
-    gradient = jmpp.scaled_value_and_grad(lambda w: w * (largest / 2), loss="x", retries=4)
-    for holder in (state, state.loss_scale, scales):
-        (_, grad), lowered = gradient(holder, jnp.float32(1e-30))
-        assert type(lowered) is type(holder)
-        found = lowered.loss_scale if holder is state else lowered
-        assert (float(found["x"].loss_scale), float(found["y"].loss_scale)) == (2.0, 8.0)
-        assert float(grad) == largest
-
-
 def test_checkpoints_by_flax_and_pytrees():
     tx = jmpp.loss_scaled(optax.adam(0.1), SCALES)
     state = tx.init(PARAMS)

@@ -75,8 +75,6 @@ def gradients(x: jax.Array) -> None:
     assert_type(loss, jax.Array)
     (loss, aux), _ = jmpp.scaled_value_and_grad(loss_and_aux, has_aux=True)({}, {}, x)
     assert_type(aux, dict[str, jax.Array])
-    (loss, _), _ = jmpp.scaled_value_and_grad(loss_fn, retries=2)({}, {}, x)
-    assert_type(loss, jax.Array)
     loss, _ = jmp_policy.nnx.scaled_value_and_grad(loss_fn)({}, {}, x)
     assert_type(loss, jax.Array)
 

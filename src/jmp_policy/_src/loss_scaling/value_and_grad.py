@@ -5,23 +5,19 @@ gradients were unscaled here, the optimizer could not know which scale was used.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import jax
 
 from jmp_policy._src.core.classes import check_no_nnx_module
-from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling import loss_scale, scale_mistakes
 from jmp_policy._src.loss_scaling.float8_state import next_histories
-from jmp_policy._src.loss_scaling.protocol import LossScale
-from jmp_policy._src.loss_scaling.retries import repeat_until_finite, replace_loss_scale
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 
 T = TypeVar("T")
 
 
-@overload
 def scaled_value_and_grad(
     fun: Callable[..., T],
     argnums: int | Sequence[int] = 0,
@@ -30,48 +26,18 @@ def scaled_value_and_grad(
     allow_int: bool = False,
     *,
     loss: str | None = None,
-    retries: Literal[0] = 0,
-) -> Callable[..., tuple[T, PyTree]]: ...
-
-
-@overload
-def scaled_value_and_grad(
-    fun: Callable[..., T],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    loss: str | None = None,
-    retries: int,
-) -> Callable[..., tuple[tuple[T, PyTree], Any]]: ...
-
-
-def scaled_value_and_grad(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    holomorphic: bool = False,
-    allow_int: bool = False,
-    *,
-    loss: str | None = None,
-    retries: int = 0,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[T, PyTree]]:
     """Differentiates the loss times its scale, as `jax.value_and_grad` does, and returns the loss unscaled.
 
     Args:
       fun: the loss function, returning a real scalar, float32 at best, or `(loss, aux)` with `has_aux`.
       argnums, has_aux, holomorphic, allow_int: as for `jax.value_and_grad`.
       loss: where there are several losses with a loss scale each, the name of this one.
-      retries: repeat a step whose gradients are not finite up to this many times, each with the scale that
-        `adjust(False)` gives, for one forward and backward pass each, instead of skipping it.
 
     Returns:
       A function `(scale_or_opt_state, *args, **kwargs) -> (value, grads)`, with a loss scale or an optimizer
       state that holds one. `value` is the loss, unscaled, or `(loss, aux)`; `grads` are still scaled, in the
       dtypes of `jax.value_and_grad`. Where the loss is not finite, neither are they: the step is skipped.
-      With `retries` it returns `((value, grads), scale_or_opt_state)`: the state with the scale that the
-      gradients were computed with, which is to be passed to `update`.
 
     Raises:
       TypeError, ValueError: when `fun` returns no scalar; for an NNX module, which is for
@@ -92,10 +58,14 @@ def scaled_value_and_grad(
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
     if not all(hasattr(number, "__index__") for number in numbers):
         raise scale_mistakes.called_at_once(argnums)
-    if retries:
-        positive_int(retries, "retries")
 
-    def once(scale: LossScale, args: Any, kwargs: Any) -> tuple[Any, PyTree]:
+    def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        params = [args[i] for i in numbers if -len(args) <= i < len(args)]
+        check_no_nnx_module("scaled_value_and_grad", *params)
+        scale = find_loss_scale(scale_or_opt_state, loss)
+        if len(args) <= max(numbers, default=0):
+            raise scale_mistakes.too_few(len(args), argnums)
+
         def scaled_loss(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             unscaled, aux = loss_scale.split_loss(fun(*args, **kwargs), has_aux)
             return loss_scale.scale_loss(scale, unscaled), (unscaled, aux)
@@ -105,18 +75,7 @@ def scaled_value_and_grad(
         if loss_scale.holds_float8_state(grads):
             params = tuple(args[i] for i in numbers)
             grads = next_histories(grads, params if isinstance(argnums, Sequence) else params[0])
-        value = (unscaled, aux) if has_aux else unscaled
+        value: Any = (unscaled, aux) if has_aux else unscaled
         return value, loss_scale.restore_scale(scale, unscaled, grads)
-
-    def value_and_scaled_grad(scale_or_opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        params = [args[i] for i in numbers if -len(args) <= i < len(args)]
-        check_no_nnx_module("scaled_value_and_grad", *params)
-        scale = find_loss_scale(scale_or_opt_state, loss)
-        if len(args) <= max(numbers, default=0):
-            raise scale_mistakes.too_few(len(args), argnums)
-        if not retries:
-            return once(scale, args, kwargs)
-        result, scale = repeat_until_finite(lambda s: once(s, args, kwargs), scale, retries)
-        return result, replace_loss_scale(scale_or_opt_state, scale, loss)
 
     return value_and_scaled_grad
