@@ -311,7 +311,8 @@ _HINTS = {
     "masters": "The saved optimizer state is one of master_weights, the template's is not: wrap its "
     "optimizer in master_weights too, or pass .inner_state, and .masters as the parameters.",
     "loss_scale": "Was it saved with another kind of loss scale, or with one where there are several now? "
-    "Remove the saved loss_scale to start with the template's: saved._replace(loss_scale=None).",
+    "To start with the template's, put None in the place of the saved one: state._replace(loss_scale=None) "
+    "for the state of loss_scaled, state['loss_scale'] = None where that was read as a dict.",
     "gradients": "Give loss_scaled the same monitor=, or remove the saved gradients; they serve metrics "
     "only.",
 }
