@@ -20,7 +20,6 @@ from jmp_policy._src.report.lowering.compiler import is_installed
 
 SCALE = jmpp.StaticLossScale(8.0)
 ROWS, WIDTHS = 32, (6, 10, 4)
-DROPS = ("drop_window", "drop_microbatch")
 
 
 def normal(seed, *shape):
@@ -66,17 +65,12 @@ def close(got, want, rtol=1e-5):
 @pytest.mark.slow
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(
-    n=st.sampled_from([1, 2, 4, 8]), rows=st.sampled_from([1, 2, 4]), inner=st.integers(0, 5),
-    drop=st.sampled_from(DROPS),
+    n=st.sampled_from([1, 2, 4, 8]), rows=st.sampled_from([1, 2, 4]), inner=st.integers(0, 5)
 )  # fmt: skip
-def test_exact_arithmetic_gives_the_gradient_of_the_batch_bit_for_bit(n, rows, inner, drop):
+def test_exact_arithmetic_gives_the_gradient_of_the_batch_bit_for_bit(n, rows, inner):
     params, x, y = {"w": integers(1, inner, 3)}, integers(2, n * rows, inner), integers(3, n * rows, 3)
     want = jax.jit(jmpp.scaled_value_and_grad(linear))(SCALE, params, x, y)
-    accumulated = jmpp.accumulate_gradients(linear, n, on_nonfinite=drop)
-    got = jax.jit(accumulated)(SCALE, params, x, y)
-    if drop == "drop_microbatch":
-        got, dropped = got
-        assert (dropped.dtype, int(dropped)) == (jnp.int32, 0)
+    got = jax.jit(jmpp.accumulate_gradients(linear, n))(SCALE, params, x, y)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -216,7 +210,6 @@ def test_every_microbatch_draws_its_own_random_numbers():
         ({}, (X, Y[:30]), r"differ in length there: .*float32\[30,4\]"),
         ({"axis_name": "data"}, (X, Y), "'data' is no mapped axis here, and there is no mesh"),
         ({"n": 0}, (X, Y), "n must be"),
-        ({"on_nonfinite": "skip"}, (X, Y), "must be 'drop_window' or 'drop_microbatch', got 'skip'"),
         ({"accumulator_dtype": "float31"}, (X, Y), "Unknown dtype 'float31' of the accumulator"),
         ({"accumulator_dtype": "int32"}, (X, Y), "of the accumulator is int32, which is not floating"),
         ({"accumulator_dtype": "float64"}, (X, Y), "accumulator_dtype=float64 needs 64-bit mode"),
@@ -282,12 +275,8 @@ def make_step(tx, **kwargs):
 
     def step(carry, batch):
         params, state = carry
-        if kwargs.get("on_nonfinite") == "drop_microbatch":
-            (loss, grads), dropped = accumulated(state, params, *batch)
-            updates, state = tx.update(grads, state, params, overflowed=dropped > 0)
-        else:
-            loss, grads = accumulated(state, params, *batch)
-            updates, state = tx.update(grads, state, params)
+        loss, grads = accumulated(state, params, *batch)
+        updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
     return step, traces
@@ -303,10 +292,9 @@ def start(tx):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drop", DROPS)
-def test_in_jit_in_scan_and_donated(drop):
+def test_in_jit_in_scan_and_donated():
     tx = scaled()
-    step, traces = make_step(tx, n=4, on_nonfinite=drop)
+    step, traces = make_step(tx, n=4)
     jitted = jax.jit(step, donate_argnums=0)
     carry, losses = start(tx), []
     for _ in range(3):
@@ -336,47 +324,12 @@ def poisoned(*rows):
     return np.where(np.isin(np.arange(ROWS), rows)[:, None], np.float32(np.inf), X)
 
 
-@pytest.mark.parametrize("rows", [(5,), (5, 9, 31), (0, 1, 2, 3)], ids=str)
-def test_dropped_microbatches_count_for_nothing(rows):
-    n = 4
-    dropped_ones = {row % n for row in rows}
-    kept = [i for i in range(ROWS) if i % n not in dropped_ones]
-    accumulated = jax.jit(jmpp.accumulate_gradients(mlp, n, on_nonfinite="drop_microbatch"))
-    (loss, grads), dropped = accumulated(SCALE, PARAMS, poisoned(*rows), Y)
-    assert (dropped.dtype, int(dropped)) == (jnp.int32, len(dropped_ones))
-    if not kept:
-        assert all(np.isnan(x).all() for x in jax.tree.leaves((loss, grads)))
-        return
-    # Micro-batches of equal size: the mean of the rest is that of their rows.
-    close((loss, grads), whole_batch(tuple(kept)))
-
-
-@pytest.mark.parametrize("drop", DROPS)
-def test_a_loss_that_is_not_finite_counts_though_its_gradients_are(drop):
+def test_a_loss_that_is_not_finite_counts_though_its_gradients_are():
     def loss_fn(params, x):
         return (params * x).mean() + jnp.where(x[0] > 2, jnp.nan, 0.0)
 
     x = jnp.arange(4.0) + 1
-    got = jmpp.accumulate_gradients(loss_fn, 4, on_nonfinite=drop)(SCALE, jnp.float32(1), x)
-    if drop == "drop_window":
-        assert np.isnan(got).all()
-        return
-    (loss, grad), dropped = got
-    assert (float(loss), float(grad), int(dropped)) == (1.5, 12.0, 2)
-
-
-def test_the_scale_falls_though_the_update_is_applied():
-    tx = scaled()
-    step, _ = make_step(tx, n=4, on_nonfinite="drop_microbatch")
-    before = start(tx)
-    (params, state), loss = jax.jit(step)(before, (poisoned(5), Y))
-    assert np.isfinite(loss)
-    assert not np.array_equal(params["w1"], before[0]["w1"])
-    found = jmpp.metrics(state)
-    assert (float(found["loss_scale"]), int(found["skipped_steps"])) == (2.0**9, 0)
-    (_, state), _ = jax.jit(step)((params, state), (poisoned(0, 1, 2, 3), Y))
-    found = jmpp.metrics(state)
-    assert (float(found["loss_scale"]), int(found["skipped_steps"])) == (2.0**8, 1)
+    assert np.isnan(jmpp.accumulate_gradients(loss_fn, 4)(SCALE, jnp.float32(1), x)).all()
 
 
 def mesh_of(kind=AxisType.Auto):
@@ -415,11 +368,10 @@ WAYS = ("jit", "axis_name", "shard_map", "shard_map without check")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drop", DROPS)
 @pytest.mark.parametrize("way", WAYS)
-def test_devices_synchronise_once_per_window_and_the_batch_stays_where_it_is(way, drop):
+def test_devices_synchronise_once_per_window_and_the_batch_stays_where_it_is(way):
     mesh = mesh_of()
-    function = jax.jit(ways(way, mesh, on_nonfinite=drop))
+    function = jax.jit(ways(way, mesh))
     args = (SCALE, *sharded(mesh))
     compiled = function.lower(*args).compile()
     main, loops = collectives(compiled)
@@ -429,7 +381,6 @@ def test_devices_synchronise_once_per_window_and_the_batch_stays_where_it_is(way
     else:
         assert (main, loops) == ({"all-reduce": 1}, {})
     got = compiled(*args)
-    got = got if drop == "drop_window" else got[0]
     close(got, whole_batch())
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(got))
 
@@ -462,8 +413,8 @@ def test_parameters_spread_over_devices():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="needs the extra gpu-lowering")
-@pytest.mark.parametrize(("way", "drop"), [("jit", DROPS[0]), *(("axis_name", drop) for drop in DROPS)])
-def test_on_gpus_too(way, drop):
+@pytest.mark.parametrize("way", ["jit", "axis_name"])
+def test_on_gpus_too(way):
     """XLA's GPU compiler moves some sums behind the loop itself, in the dtype that it finds them in."""
     mesh = mesh_of()
 
@@ -472,7 +423,7 @@ def test_on_gpus_too(way, drop):
         return mlp(params, x.astype(jnp.float16), y).astype(jnp.float32)
 
     kwargs = {} if way == "jit" else {"axis_name": "data", "mesh": mesh}
-    function = jmpp.accumulate_gradients(half, 4, on_nonfinite=drop, **kwargs)
+    function = jmpp.accumulate_gradients(half, 4, **kwargs)
     scale = jax.device_put(SCALE, NamedSharding(mesh, P()))
     found = jmpp.lowering_report(function, scale, *sharded(mesh)).collectives
     if way == "axis_name":
@@ -519,20 +470,6 @@ def test_all_devices_decide_the_same(way, bad):
         assert (shards == {PARAMS[name].tobytes()}) is (bad is not None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_dropping_on_devices(way):
-    """Row 5 is on device 0 of 4, in micro-batch 1: eight rows without the name of the axis, two with it."""
-    mesh = mesh_of()
-    (loss, grads), dropped = jax.jit(ways(way, mesh, on_nonfinite="drop_microbatch"))(
-        SCALE, *sharded(mesh, poisoned(5))
-    )
-    gone = np.arange(1, ROWS, 4) if way == "jit" else np.array([1, 5])
-    kept = np.setdiff1d(np.arange(ROWS), gone)
-    assert int(dropped) == 1
-    close((loss, grads), whole_batch(tuple(kept.tolist())))
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_other_axes_of_the_mesh_stay_as_they_were(kind):
     """Tensor parallelism beside it; in explicit mode the loss function itself would have to say how."""
@@ -543,15 +480,11 @@ def test_other_axes_of_the_mesh_stay_as_they_were(kind):
     )
     params = jax.device_put(params, {k: NamedSharding(mesh, spec) for k, spec in specs.items()})
     with jax.set_mesh(mesh):  # Found without mesh=.
-        function = jax.jit(
-            jmpp.accumulate_gradients(mlp, 4, axis_name="data", on_nonfinite="drop_microbatch")
-        )
-        got, dropped = function(SCALE, params, x, y)
+        got = jax.jit(jmpp.accumulate_gradients(mlp, 4, axis_name="data"))(SCALE, params, x, y)
         with pytest.raises(ValueError, match=r"32 rows cannot be split into 3 .* each of 4 devices"):
             jmpp.accumulate_gradients(mlp, 3, axis_name="data")(SCALE, params, x, y)
         with pytest.raises(ValueError, match=r"'rows' is no mapped axis .* has the axes \('data', 'model'\)"):
             jmpp.accumulate_gradients(mlp, 4, axis_name="rows")(SCALE, params, x, y)
-    assert int(dropped) == 0
     for name, spec in specs.items():
         assert got[1][name].sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
     close(got, whole_batch())
@@ -572,27 +505,6 @@ def test_two_axes_together_and_the_aux_of_every_device():
     assert len(set(aux["drawn"].tolist())) == 16
     by_hand = [jax.random.uniform(jax.random.fold_in(jax.random.key(0), i)) for i in range(16)]
     equal(aux["drawn"], jnp.stack(by_hand))
-
-
-def test_shards_of_one_parameter_drop_the_same_microbatches():
-    """Manual tensor parallelism: only one shard of the gradient overflows."""
-    mesh = mesh_of()
-
-    def loss_fn(w, x):
-        return lax.psum((w * x).mean(), "model")
-
-    def local(w, x):
-        return jmpp.accumulate_gradients(loss_fn, 2, axis_name="data", on_nonfinite="drop_microbatch")(
-            SCALE, w, x
-        )
-
-    x = np.ones((16, 2), np.float32)
-    x[1, 1] = np.inf  # Micro-batch 1 of the first device, column of the second shard.
-    specs = {"in_specs": (P("model"), P("data", "model")), "out_specs": ((P(), P("model")), P())}
-    (loss, grads), dropped = jax.jit(jax.shard_map(local, mesh=mesh, **specs))(np.ones(2, np.float32), x)
-    assert int(dropped) == 1
-    assert grads.tolist() == [8.0, 8.0]
-    assert float(loss) == 2.0
 
 
 @pytest.mark.slow
@@ -631,7 +543,7 @@ def test_memory_is_that_of_one_microbatch():
 
 @pytest.mark.once
 def test_optax_multi_steps_inside_loss_scaled():
-    """The other way to accumulate: one micro-batch per call. Bad ones are dropped, good ones wait for k."""
+    """The other way to accumulate: one micro-batch per call. Bad ones are left out, good ones wait for k."""
     n, sgd = 4, optax.sgd(0.5)
     tx = scaled(jmpp.StaticLossScale(2.0**10), optax.MultiSteps(sgd, n))
     gradient = jmpp.scaled_value_and_grad(mlp)
@@ -682,32 +594,19 @@ def other_state(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drop", DROPS)
-def test_nnx_state_goes_from_microbatch_to_microbatch(drop):
+def test_nnx_state_goes_from_microbatch_to_microbatch():
     model, by_hand = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     found = [nnx_step(SCALE, by_hand, X[i::4], Y[i::4]) for i in range(4)]
 
     @nnx.jit
     def step(model, x, y):
-        return jmpp.nnx.accumulate_gradients(nnx_loss, 4, on_nonfinite=drop)(SCALE, model, x, y)
+        return jmpp.nnx.accumulate_gradients(nnx_loss, 4)(SCALE, model, x, y)
 
     got = step(model, X, Y)
-    got = got if drop == "drop_window" else got[0]
     want = jax.tree.map(lambda *x: sum(x) / 4, *[nnx.as_pure(f) for f in found])
     close(nnx.as_pure(got), want)
     close(other_state(model), other_state(by_hand))
     assert int(model.dropout.rngs.count[...]) == 4
-
-
-@pytest.mark.slow
-def test_nnx_dropped_microbatches_leave_no_trace_in_the_state():
-    model, by_hand = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
-    found = [nnx_step(SCALE, by_hand, X[i::4], Y[i::4]) for i in (0, 2, 3)]
-    accumulated = jmpp.nnx.accumulate_gradients(nnx_loss, 4, on_nonfinite="drop_microbatch")
-    got, dropped = nnx.jit(accumulated)(SCALE, model, poisoned(5), Y)
-    assert int(dropped) == 1
-    close(nnx.as_pure(got), jax.tree.map(lambda *x: sum(x) / 3, *[nnx.as_pure(f) for f in found]))
-    close(other_state(model), other_state(by_hand))
 
 
 @pytest.mark.slow

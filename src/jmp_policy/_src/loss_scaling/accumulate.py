@@ -9,7 +9,7 @@ per micro-batch.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,10 @@ from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.loss_scaling.float8_state import derivatives, map_derivatives
-from jmp_policy._src.loss_scaling.gradients import all_finite, everywhere, is_inexact
+from jmp_policy._src.loss_scaling.gradients import is_inexact
 from jmp_policy._src.loss_scaling.protocol import LossScale
-from jmp_policy._src.loss_scaling.selection import select_tree
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad
-
-OnNonfinite = Literal["drop_window", "drop_microbatch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +37,6 @@ class Window:
     Args:
       n: micro-batches (of each device).
       dtype: dtype of the accumulator.
-      drops: whether single micro-batches are dropped.
       axes: mapped axes over which rows are split; may be none.
       mesh: the mesh of the axes, if it was given.
       has_aux: whether the loss function returns an auxiliary output too.
@@ -48,7 +44,6 @@ class Window:
 
     n: int
     dtype: np.dtype
-    drops: bool
     axes: tuple[Any, ...]
     mesh: Any
     has_aux: bool
@@ -78,7 +73,6 @@ def accumulate_gradients(
     allow_int: bool = False,
     loss: str | None = None,
     accumulator_dtype: DTypeLike = jnp.float32,
-    on_nonfinite: OnNonfinite = "drop_window",
     axis_name: Any = None,
     mesh: Any = None,
 ) -> Callable[..., tuple[Any, PyTree]]:
@@ -97,9 +91,6 @@ def accumulate_gradients(
       loss: of several losses with a loss scale each, the name of this one.
       accumulator_dtype: floating dtype of the sum and of the gradients returned; float64 and complex
         gradients keep theirs.
-      on_nonfinite: "drop_window": one micro-batch with an infinity or NaN makes the whole gradient
-        non-finite, and `loss_scaled` skips the step. "drop_microbatch": micro-batches that are not finite
-        contribute nothing, and the mean is that of the rest; NaN where nothing is left.
       axis_name: mesh axis or axes over which the rows of the batch are split, with the same parameters on
         all devices. The devices then add up their gradients once, after the last micro-batch, instead of in
         each. Inside `shard_map` (or `pmap`) over that axis, nothing more is needed: `loss_fn` sees the
@@ -111,17 +102,14 @@ def accumulate_gradients(
     Returns:
       A function `(scale_or_opt_state, params, *batch, **kwargs) -> (value, grads)`, to be used as that of
       `scaled_value_and_grad`: `value` is the mean loss, `(loss, aux)` with `has_aux`; `grads` are
-      the mean gradients, still multiplied by the one loss scale of the state.
+      the mean gradients, still multiplied by the one loss scale of the state: not finite if those of one
+      micro-batch are not, so that `loss_scaled` skips the step.
 
       Every array after `params` is split along its first axis, keyword arguments too; Python numbers and
       arrays without axes are passed to each micro-batch unchanged, and so is everything that `loss_fn` closes
       over. A PRNG key (`jax.random.key`) is folded with the number of the micro-batch, counted over all
       devices, unless there is only one. `aux` has a new first axis: one entry per micro-batch (of each
-      device, where a `shard_map` is entered here), dropped ones included; numbers become arrays.
-
-      With "drop_microbatch" it returns `((value, grads), dropped)`, `dropped` being an int32 scalar: how many
-      micro-batches (of single devices, with `axis_name`) were dropped. Pass on that there were any, so that
-      the loss scale falls: `tx.update(grads, opt_state, params, overflowed=dropped > 0)`.
+      device, where a `shard_map` is entered here); numbers become arrays.
 
     Raises:
       TypeError, ValueError: for bad arguments; when the function is called, for arrays that cannot be split
@@ -140,7 +128,7 @@ def accumulate_gradients(
     """
     if not callable(loss_fn):
         raise TypeError(f"accumulate_gradients needs a loss function, got {loss_fn!r}.")
-    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, has_aux)
+    window = make_window(n, accumulator_dtype, axis_name, mesh, has_aux)
     gradient = scaled_value_and_grad(loss_fn, has_aux=has_aux, allow_int=allow_int)
 
     def step(scale: LossScale, params: PyTree, state: None, args: Any, kwargs: Any) -> Any:
@@ -157,15 +145,12 @@ def accumulate_gradients(
 def make_window(
     n: int,
     accumulator_dtype: Any,
-    on_nonfinite: str,
     axis_name: Any,
     mesh: Any,
     has_aux: bool,
 ) -> Window:
     """Checks the arguments of `accumulate_gradients` that do not depend on a batch."""
     positive_int(n, "n")
-    if on_nonfinite not in ("drop_window", "drop_microbatch"):
-        raise ValueError(f"on_nonfinite must be 'drop_window' or 'drop_microbatch', got {on_nonfinite!r}.")
     dtype = parse_dtype(accumulator_dtype, "of the accumulator")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
@@ -174,7 +159,7 @@ def make_window(
     if axis_name is None and mesh is not None:
         raise ValueError("mesh= needs axis_name=, the axis of the mesh that the batch is split over.")
     axes = axis_name if isinstance(axis_name, tuple | list) else () if axis_name is None else (axis_name,)
-    return Window(n, dtype, on_nonfinite == "drop_microbatch", tuple(axes), mesh, has_aux)
+    return Window(n, dtype, tuple(axes), mesh, has_aux)
 
 
 def run_window(
@@ -186,14 +171,13 @@ def run_window(
     """
     is_inside = not window.axes or _are_mapped(window.axes)
     run = _accumulate if is_inside else _accumulate_in_shard_map
-    mean, dropped = run(window, step, scale, params, state, batch)
-    result = ((mean.loss, mean.aux) if window.has_aux else mean.loss, mean.grads)
-    return (result, dropped) if window.drops else result, mean.state
+    mean = run(window, step, scale, params, state, batch)
+    return ((mean.loss, mean.aux) if window.has_aux else mean.loss, mean.grads), mean.state
 
 
 def _accumulate_in_shard_map(
     window: Window, step: StepFunction, scale: LossScale, params: PyTree, state: PyTree, batch: Arguments
-) -> tuple[MicrobatchResult, jax.Array]:
+) -> MicrobatchResult:
     mesh = _mesh(window)
     devices = math.prod(mesh.shape[axis] for axis in window.axes)
     meant = f"{window.n} micro-batches on each of {devices} devices"
@@ -213,7 +197,7 @@ def _accumulate_in_shard_map(
         local,
         mesh=mesh,
         in_specs=(whole, whole, whole, specs),
-        out_specs=(MicrobatchResult(whole, rows, whole, whole), whole),
+        out_specs=MicrobatchResult(whole, rows, whole, whole),
         axis_names=set(window.axes),
         check_vma=False,
     )
@@ -275,18 +259,17 @@ def check_rows(batch: Arguments, parts: int, meant: str) -> None:
 
 def _accumulate(
     window: Window, step: StepFunction, scale: LossScale, params: PyTree, state: PyTree, batch: Arguments
-) -> tuple[MicrobatchResult, jax.Array]:
-    """The mean over the micro-batches of all devices, and how many were dropped, where the axes are mapped.
+) -> MicrobatchResult:
+    """The mean over the micro-batches of all devices, where the axes are mapped.
 
     Each device adds up the gradients of its n micro-batches in a loop; only then one all-reduce adds up the
-    sums of all devices, and the total is divided by the number of micro-batches kept::
+    sums of all devices, and the total is divided by the number of micro-batches::
 
         for i in range(n):                               # _loop, on each device
             loss, grads = step(params, microbatch i)     # at the same loss scale
-            if drops and not finite: loss, grads = 0, 0; kept = 0        # _dropped_unless_finite
             total = total + grads                                    # float8 layers' state: the maximum
-        total, count = psum over devices                 # _sum_over_devices
-        return total / count
+        total = psum over devices                        # _sum_over_devices
+        return total / (n * devices)
 
     So that the all-reduce is the only one, parameters are typed as varying over devices (`_pvary`). For
     parameters that are the same on all devices, `shard_map` would add up the gradients of every micro-batch.
@@ -306,7 +289,7 @@ def _accumulate(
             return lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
         return jax.random.fold_in(x, first + i) if is_key(x) and n * devices > 1 else x
 
-    def run_one(state: PyTree, i: Any) -> tuple[MicrobatchResult, Any]:
+    def run_one(state: PyTree, i: Any) -> MicrobatchResult:
         args, kwargs = jax.tree.map(lambda x: microbatch(x, i), batch)
         value, grads, after = step(scale, params, state, args, kwargs)
         loss, aux = value if window.has_aux else (value, None)
@@ -314,27 +297,17 @@ def _accumulate(
         # No loop can carry the gradient of an integer, which is float0.
         grads = jax.tree.map(lambda g: g if is_inexact(g) else None, grads)
         aux = jax.tree.map(lambda x: strip_weak_type(jnp.asarray(x)), aux)
-        result, kept = MicrobatchResult(jnp.asarray(loss), aux, grads, after), None
-        if window.drops:
-            result, kept = _dropped_unless_finite(result, state, axes)
-        grads = map_derivatives(lambda g: g.astype(_accumulation_dtype(g.dtype, window.dtype)), result.grads)
-        return result._replace(grads=grads), kept
+        grads = map_derivatives(lambda g: g.astype(_accumulation_dtype(g.dtype, window.dtype)), grads)
+        return MicrobatchResult(jnp.asarray(loss), aux, grads, after)
 
-    sums, kept = _loop(run_one, n, params, start, window.dtype)
+    sums = _loop(run_one, n, params, start, window.dtype)
     loss_dtype = sums.loss.dtype
     sums = sums._replace(loss=jnp.sum(sums.loss, dtype=promote_dtype(loss_dtype)))
-    # The number of those kept is float32 to go with the gradients in one all-reduce.
-    count = n * devices if kept is None else jnp.sum(kept, dtype=jnp.float32)
     if axes:
-        sums, count = _sum_over_devices(sums, count, state, axes)
-    grads = map_derivatives(
-        lambda p, total: _mean(p, total, count),
-        params,
-        lambda p, largest: largest if kept is None else jnp.where(count > 0, largest, p),
-        [sums.grads],
-    )
-    dropped = jnp.asarray(n * devices - count, jnp.int32)
-    return sums._replace(loss=(sums.loss / count).astype(loss_dtype), grads=grads), dropped
+        sums = _sum_over_devices(sums, state, axes)
+    count = n * devices
+    grads = map_derivatives(lambda p, total: _mean(p, total, count), params, lambda p, x: x, [sums.grads])
+    return sums._replace(loss=(sums.loss / count).astype(loss_dtype), grads=grads)
 
 
 def _in_parts(x: Any, n: int) -> jax.Array:
@@ -346,24 +319,24 @@ def _in_parts(x: Any, n: int) -> jax.Array:
 
 
 def _loop(
-    run_one: Callable[[PyTree, Any], tuple[MicrobatchResult, Any]],
+    run_one: Callable[[PyTree, Any], MicrobatchResult],
     n: int,
     params: PyTree,
     state: PyTree,
     dtype: np.dtype,
-) -> tuple[MicrobatchResult, Any]:
+) -> MicrobatchResult:
     """Runs the micro-batches of this device one after the other.
 
     Returns:
       The sum of their gradients, the last state, and their losses and auxiliary outputs, stacked along a new
-      first axis; and which of them were kept, stacked too (None where none can be dropped).
+      first axis.
     """
 
     def add(carry: tuple[PyTree, PyTree], i: jax.Array) -> Any:
         total, state = carry
-        result, kept = run_one(state, i)
+        result = run_one(state, i)
         total = map_derivatives(jnp.add, total, jnp.maximum, [result.grads])
-        return (total, result.state), (result.loss, result.aux, kept)
+        return (total, result.state), (result.loss, result.aux)
 
     def zeros(param: Any) -> Any:
         if not is_inexact(param):
@@ -371,35 +344,17 @@ def _loop(
         return jnp.zeros_like(param, dtype=_accumulation_dtype(jnp.result_type(param), dtype))
 
     start = map_derivatives(zeros, params, jnp.zeros_like), state
-    (total, state), (losses, aux, kept) = lax.scan(add, start, jnp.arange(n, dtype=jnp.int32))
-    return MicrobatchResult(losses, aux, total, state), kept
+    (total, state), (losses, aux) = lax.scan(add, start, jnp.arange(n, dtype=jnp.int32))
+    return MicrobatchResult(losses, aux, total, state)
 
 
-def _dropped_unless_finite(
-    result: MicrobatchResult, before: PyTree, axes: tuple[Any, ...]
-) -> tuple[MicrobatchResult, jax.Array]:
-    """A micro-batch's result (zeros, and the state before, if not finite), and whether it is kept."""
-    kept = all_finite((derivatives(result.grads), result.loss))
-    # Devices that hold parts of the same parameters or rows must agree.
-    if others := tuple(sorted(varying(jax.typeof(kept)) - set(axes))):
-        kept = everywhere(kept, others)
-    numbers = (result.grads, result.loss)
-    grads, loss = select_tree(kept, numbers, jax.tree.map(jnp.zeros_like, numbers))
-    return result._replace(loss=loss, grads=grads, state=select_tree(kept, result.state, before)), kept
-
-
-def _sum_over_devices(
-    sums: MicrobatchResult, count: Any, before: PyTree, axes: tuple[Any, ...]
-) -> tuple[MicrobatchResult, Any]:
-    """Adds up losses, gradients and numbers of kept micro-batches of all devices, and averages their states.
+def _sum_over_devices(sums: MicrobatchResult, before: PyTree, axes: tuple[Any, ...]) -> MicrobatchResult:
+    """Adds up losses and gradients of all devices, and averages their states.
 
     All in one all-reduce. `before` is the state before the first micro-batch; PRNG keys are taken from it.
     """
-    local_count = None if isinstance(count, int) else count
     floats = jax.tree.map(lambda x: x.astype(promote_dtype(x.dtype)) if is_inexact(x) else None, sums.state)
-    (total, loss, summed_count), floats = lax.psum(
-        ((derivatives(sums.grads), sums.loss, local_count), floats), axes
-    )
+    (total, loss), floats = lax.psum(((derivatives(sums.grads), sums.loss), floats), axes)
     total = map_derivatives(
         lambda _, summed: summed, sums.grads, lambda local, _: lax.pmax(local, axes), [total]
     )
@@ -410,7 +365,7 @@ def _sum_over_devices(
         return new if summed is None else (summed / lax.axis_size(axes)).astype(new.dtype)
 
     state = jax.tree.map(mean, before, sums.state, floats)
-    return sums._replace(loss=loss, grads=total, state=state), count if summed_count is None else summed_count
+    return sums._replace(loss=loss, grads=total, state=state)
 
 
 def _accumulation_dtype(dtype: Any, accumulator: np.dtype) -> np.dtype:
@@ -421,7 +376,7 @@ def _accumulation_dtype(dtype: Any, accumulator: np.dtype) -> np.dtype:
 def _mean(param: Any, total: Any, count: Any) -> Any:
     if total is None:
         return np.zeros(jnp.shape(param), jax.dtypes.float0)
-    return total / (count if isinstance(count, int) else count.astype(total.dtype))
+    return total / count
 
 
 def _pvary(tree: PyTree, axes: tuple[Any, ...]) -> PyTree:

@@ -17,7 +17,7 @@ from jmp_policy._src.core.dtypes import in_dtype_of
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.flax.nnx import graph_nodes, stored_arrays
 from jmp_policy._src.flax.nnx.train import WATCHING, scaled_value_and_grad
-from jmp_policy._src.loss_scaling.accumulate import OnNonfinite, make_window, run_window
+from jmp_policy._src.loss_scaling.accumulate import make_window, run_window
 from jmp_policy._src.loss_scaling.loss_scale import LossScale
 from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, grads_finite
 from jmp_policy._src.loss_scaling.selection import select_tree
@@ -156,7 +156,6 @@ def accumulate_gradients(
     allow_int: bool = False,
     loss: str | None = None,
     accumulator_dtype: DTypeLike = jnp.float32,
-    on_nonfinite: OnNonfinite = "drop_window",
     axis_name: Any = None,
     mesh: Any = None,
 ) -> Callable[..., tuple[Any, PyTree]]:
@@ -167,17 +166,16 @@ def accumulate_gradients(
         `has_aux`.
       n: micro-batches per window.
       wrt: which Variables to differentiate by, as an NNX filter; the same as the optimizer's.
-      has_aux, allow_int, loss, accumulator_dtype, on_nonfinite, axis_name, mesh: as for
+      has_aux, allow_int, loss, accumulator_dtype, axis_name, mesh: as for
         `jmp_policy.accumulate_gradients`.
 
     Returns:
       A function `(scale_or_optimizer, model, *batch, **kwargs) -> (value, grads)`, to be used as that of
-      `jmp_policy.nnx.scaled_value_and_grad`; with "drop_microbatch" `((value, grads), dropped)`.
+      `jmp_policy.nnx.scaled_value_and_grad`.
 
       The module's other state (batch statistics, random counts) goes from one micro-batch to the next, and
-      is in the module afterwards; what a dropped micro-batch did to it is undone. For a skipped window,
-      use `keep_state_on_skip`. With `axis_name`, floating state is averaged over the devices at the end,
-      and each device draws random numbers of its own.
+      is in the module afterwards; for a skipped window, use `keep_state_on_skip`. With `axis_name`, floating
+      state is averaged over the devices at the end, and each device draws random numbers of its own.
 
     Raises:
       TypeError, ValueError: as `jmp_policy.accumulate_gradients`; where `loss_fn` adds Variables to the
@@ -196,7 +194,7 @@ def accumulate_gradients(
     """
     if not callable(loss_fn):
         raise TypeError(f"accumulate_gradients needs a loss function, got {loss_fn!r}.")
-    window = make_window(n, accumulator_dtype, on_nonfinite, axis_name, mesh, has_aux)
+    window = make_window(n, accumulator_dtype, axis_name, mesh, has_aux)
     gradient = scaled_value_and_grad(
         loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux, allow_int=allow_int
     )
