@@ -334,63 +334,6 @@ def test_multi_steps_inside_drops_single_micro_batches():
     assert out == [0.0, 0.0, -2.0, 0.0, -6.0]  # The bad micro-batch alone is dropped.
 
 
-GRADS = {"clean": 4.0, "bad": float("nan")}
-
-
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("kind", GRADS)
-@pytest.mark.parametrize("overflowed", [False, True])
-def test_an_overflow_of_gradients_left_out_lowers_the_scale_only(kind, overflowed, traced):
-    tx = jmpp.loss_scaled(optax.sgd(1.0, momentum=0.5), jmpp.DynamicLossScale(4.0, growth_interval=2))
-    state = tx.init(jnp.zeros(2))
-    _, state = tx.update(jnp.zeros(2), state)
-    grads = jnp.full(2, GRADS[kind])
-
-    def update(flag):
-        return tx.update(grads, state, overflowed=flag)
-
-    updates, after = jax.jit(update)(jnp.array(overflowed)) if traced else update(overflowed)
-    finite = kind == "clean"
-    assert updates.tolist() == ([-1.0, -1.0] if finite else [0.0, 0.0])
-    metrics = {name: value.item() for name, value in jmpp.metrics(after).items()}
-    assert metrics == {
-        "loss_scale": 8.0 if finite and not overflowed else 2.0,  # It would have grown on this step.
-        "grads_finite": finite,
-        "skipped_steps": 0 if finite else 1,
-        "consecutive_skips": 0 if finite else 1,
-        "steps": 2,
-        "stuck": False,
-    }
-    # Everything but the scale is that of the step without the flag.
-    want, plain = tx.update(grads, state)
-    assert bits((updates, after._replace(loss_scale=None))) == bits((want, plain._replace(loss_scale=None)))
-
-
-def test_an_overflow_of_one_device_lowers_the_scale_of_all():
-    tx = jmpp.loss_scaled(optax.sgd(1.0), jmpp.DynamicLossScale(4.0), axis_name="d")
-    spec = jax.sharding.PartitionSpec
-
-    def step(state, flag):
-        # A gradient and a flag for each device; the mean of the gradients is applied.
-        grads = jax.lax.pmean(4.0 * (1.0 + jax.lax.axis_index("d")), "d")
-        return tx.update(grads, state, overflowed=flag[0])
-
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec(), spec("d")), out_specs=spec()))
-    for flags, want in (([False] * 8, 4.0), ([False] * 7 + [True], 2.0)):
-        update, state = mapped(tx.init(jnp.zeros(())), jnp.array(flags))
-        assert float(state.loss_scale.loss_scale) == want
-        assert float(update) == -4.5  # The mean of 1, 2, ... 8.
-        assert bool(state.grads_finite)
-
-
-@pytest.mark.parametrize("flag", [1, 0.5, np.ones(2, bool)])
-def test_the_overflow_of_others_is_one_boolean(flag):
-    tx = jmpp.loss_scaled(optax.sgd(1.0), jmpp.DynamicLossScale())
-    with pytest.raises(TypeError, match=r"overflowed=\) takes one boolean"):
-        tx.update(jnp.ones(()), tx.init(jnp.ones(())), overflowed=flag)
-
-
 def test_check_warns_of_a_large_share_of_skipped_steps():
     state = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale()).init(PARAMS)
     jmpp.check(state._replace(steps=jnp.int32(99), skipped=jnp.int32(50)))

@@ -149,8 +149,8 @@ class Model:
     bad: int = 0
     in_a_row: int = 0
 
-    def step(self, finite, overflowed=False):
-        if finite and not overflowed:
+    def step(self, finite):
+        if finite:
             self.clean += 1
             if self.clean == 3:
                 self.scale, self.clean = min(self.scale * 2, 16.0), 0
@@ -168,8 +168,8 @@ def machine():
     def step(carry, events):
         param, state = carry
         scales = jmpp.optim.get_loss_scale_state(state).loss_scale
-        grads = {n: jnp.where(events[n] == 1, jnp.inf, scales[n].scale(1.0)) for n in ("x", "y")}
-        updates, state = tx.update(grads, state, param, overflowed={n: events[n] == 2 for n in ("x", "y")})
+        grads = {n: jnp.where(events[n], jnp.inf, scales[n].scale(1.0)) for n in ("x", "y")}
+        updates, state = tx.update(grads, state, param)
         param = optax.apply_updates(param, updates)
         return (param, state), (param, jmpp.metrics(state))
 
@@ -177,7 +177,7 @@ def machine():
 
 
 LENGTH = 24
-EVENT = st.sampled_from([0, 0, 0, 1, 2])  # Clean; not finite; finite with an overflow left out.
+EVENT = st.sampled_from([0, 0, 0, 1])  # Clean; not finite.
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_every_scale_follows_its_own_loss(events):
         finite = {}
         for name, kind in zip(("x", "y"), event, strict=True):
             finite[name] = kind != 1
-            models[name].step(finite[name], overflowed=kind == 2)
+            models[name].step(finite[name])
             got = tuple(
                 seen[f"{what}/{name}"][i].item()
                 for what in ("loss_scale", "grads_finite", "nonfinite_steps", "consecutive_nonfinite")
@@ -213,16 +213,6 @@ def test_scales_that_look_at_gradients_see_those_of_their_own_loss():
     grads = {"small": jnp.float32(2.0**-4), "large": jnp.float32(2.0**6)}
     _, state = tx.update(grads, tx.init(jnp.float32(0)))
     assert (scale_of(state, "small"), scale_of(state, "large")) == (2.0**20, 2.0**10)  # 2**15 / (grad / 2)
-
-
-@pytest.mark.parametrize(("flag", "want"), [(True, (2.0, 2.0)), ({"x": True}, (2.0, 4.0)), ({}, (4.0, 4.0))])
-def test_overflows_left_out_for_all_losses_or_by_name(flag, want):
-    tx = jmpp.loss_scaled(optax.sgd(1.0), {"x": jmpp.DynamicLossScale(4.0), "y": jmpp.DynamicLossScale(4.0)})
-    grads = {"x": jnp.float32(4.0), "y": jnp.float32(4.0)}
-    updates, state = tx.update(grads, tx.init(jnp.float32(0)), overflowed=flag)
-    assert float(updates) == -2.0
-    assert (scale_of(state, "x"), scale_of(state, "y")) == want
-    assert int(state.skipped) == int(state.loss_scale.nonfinite_steps["x"]) == 0
 
 
 # Where it runs.
@@ -516,8 +506,6 @@ def test_unknown_names_elsewhere():
     state = tx.init(TREE)
     with pytest.raises(ValueError, match="names 'x', which is none"):
         jmpp.grads_finite(state, "x")
-    with pytest.raises(ValueError, match=r"overflowed=\) names 'x', which is none"):
-        tx.update(dict.fromkeys(SCALES, TREE), state, TREE, overflowed={"x": True})
 
 
 # One scale is what it was.

@@ -71,8 +71,8 @@ def loss_scaled(
       A transformation. `init(params)` gives an `optim.LossScaledState`. `update(grads, state, params,
       **extra)` divides by the scale and runs `inner` in float32 (float64 and complex stay). Where a gradient
       is not finite, updates are -0.0, which changes no bit, `inner`'s state is the old one, and the scale
-      backs off. With several losses, `grads` is a mapping by name. `overflowed=True` says that gradients left
-      out of `grads` were not finite. `grad=`, for line searches, is unscaled too.
+      backs off. With several losses, `grads` is a mapping by name. `grad=`, for line searches, is unscaled
+      too.
 
     Raises:
       TypeError, ValueError: for what is no transformation, scale or mode; in `update`, for gradients that
@@ -121,13 +121,12 @@ def loss_scaled(
         )
 
     def update(
-        updates: PyTree, state: Any, params: PyTree = None, *, overflowed: Any = None, **extra_args: Any
+        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaledState]:
         check_state(state, LossScaledState, "loss_scaled")
         check_no_number(state)
         scaled = by_loss(updates)
         scales = state.loss_scale.scales if several else {"": state.loss_scale}
-        left_out = loss_scales.flags(overflowed, initial) if several else {"": overflowed}
         # With the scale the loss was multiplied by, not the adjusted one: on a growth step that is
         # growth_factor times larger, and the gradient would come out halved.
         grads = unscale(scaled, scales)
@@ -150,9 +149,7 @@ def loss_scaled(
         new_updates = jax.tree.map(lambda u: _update_unless_skipped(step, u), new_updates)
         inner_state = _state_unless_skipped(step, inner_state, state.inner_state, count_mode)
         small = {n: step.for_small if f is finite else Decision(f).for_small for n, f in each_finite.items()}
-        adjusted = {
-            n: _adjust(scales[n], small[n], left_out.get(n), gradients[n], axis_name) for n in initial
-        }
+        adjusted = {n: _adjust(scales[n], small[n], gradients[n], axis_name) for n in initial}
         return new_updates, LossScaledState(
             inner_state=inner_state,
             loss_scale=loss_scales.after(state.loss_scale, adjusted, small) if several else adjusted[""],
@@ -166,12 +163,8 @@ def loss_scaled(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _adjust(
-    loss_scale: LossScale, finite: jax.Array, overflowed: Any, grads: PyTree, axis_name: Any
-) -> LossScale:
+def _adjust(loss_scale: LossScale, finite: jax.Array, grads: PyTree, axis_name: Any) -> LossScale:
     """Adjusts a loss scale, with the gradients and the axis name if its `adjust` takes them."""
-    if overflowed is not None:
-        finite = finite & loss_scales.none_overflowed(overflowed, axis_name)
     try:
         parameters = inspect.signature(loss_scale.adjust).parameters
     except (TypeError, ValueError):  # Not written in Python.

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jmp_policy._src.core.pytree import pytree_dataclass
 from jmp_policy._src.core.suggest import did_you_mean
@@ -182,25 +181,6 @@ def check_gradients(grads: Any, known: Mapping[str, LossScale]) -> dict[str, PyT
             "a step without a loss pass zeros: jax.tree.map(jnp.zeros_like, params)."
         )
     return {name: grads[name] for name in known}
-
-
-def flags(overflowed: Any, known: Mapping[str, LossScale]) -> Mapping[str, Any]:
-    """By loss, whether gradients that were left out overflowed, from one for all or from some by name."""
-    if not isinstance(overflowed, Mapping):
-        return dict.fromkeys(known, overflowed)
-    check_names(overflowed, known, "update(..., overflowed=)")
-    return overflowed
-
-
-def none_overflowed(overflowed: Any, axis_name: Any) -> jax.Array:
-    """Whether no gradients that were left out overflowed, on any device; boolean scalar."""
-    if np.shape(overflowed) != () or jnp.asarray(overflowed).dtype != jnp.bool_:
-        raise TypeError(
-            "update(..., overflowed=) takes one boolean: whether gradients that were left out of this step "
-            f"were not finite; got {overflowed!r}. From several, jnp.any makes one."
-        )
-    clean = ~jnp.asarray(overflowed)
-    return clean if axis_name is None else everywhere(clean, axis_name)
 
 
 def each_finite(grads: Mapping[str, PyTree], axis_name: Any) -> dict[str, jax.Array]:
