@@ -541,7 +541,7 @@ REFUSED = {
     ),
     "another scale": (
         put("opt_state", "loss_scale", value={"log2_scale": np.float32(3)}),
-        r"left over:\n  opt_state/loss_scale/log2_scale.*another kind of loss scale, or .*\? Remove",
+        r"left over:\n  opt_state/loss_scale/log2_scale.*another kind of loss scale, or .*\? To start",
     ),
     "magnitudes nobody asks for": (
         put("opt_state", "gradients", value={"w": {"max": np.float32(3)}}),

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jax import lax
 
 from jmp_policy._src.core import dtypes
@@ -187,7 +188,8 @@ def _dot_general_field(
     is_default = isinstance(module, _HAVE_DOT_GENERAL) and now is None
     if not (is_default or now is jaxs) or getattr(module, "dot_general_cls", None) is not None:
         return {}
-    ours = stand_in(jaxs, precision.compute_dtype)
+    # Only for bfloat16 is there another one.
+    ours = stand_in(jaxs, jnp.bfloat16) if precision.compute_dtype == jnp.bfloat16 else jaxs
     recipe = precision.recipe_at(path, getattr(module, "features", None), last)
     if recipe and is_jaxs_own(jaxs):
         from jmp_policy._src.flax.linen.float8 import float8_product  # Few models have float8 products.

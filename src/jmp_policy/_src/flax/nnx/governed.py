@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none
@@ -172,7 +173,8 @@ def _proxy_class(outer: type, precision: ModulePrecision) -> type:
         value = bare.__getattribute__(self, name)
         if type(value) in graph_nodes.PLAIN:
             # Layers of Flax keep the product that they call.
-            return stand_in(value, precision.compute_dtype) if name == "dot_general" else value
+            is_product = name == "dot_general" and precision.compute_dtype == jnp.bfloat16
+            return stand_in(value, jnp.bfloat16) if is_product else value
         attributes = object.__getattribute__(self, "__dict__")
         is_users = name in attributes and not name.startswith("__") and not compat.is_bookkeeping(name)
         if not is_users or graph_nodes.is_called(value):
