@@ -655,3 +655,24 @@ def test_the_reader_of_what_a_mask_chose_rounds_it():
         return found.rows[0].predicted
 
     assert predicted(jax.lax.select) == pytest.approx(predicted(jnp.where), rel=1e-3)
+
+
+class Reads(nn.Module):
+    """Rows of a table in every step."""
+
+    @nn.compact
+    def __call__(self, h, x):
+        return nn.tanh(nn.Dense(8)(h) + nn.Embed(10, 8)(x)), None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", ["scan", "checkpoint"])
+def test_rows_that_are_read_within_a_loop_or_a_checkpoint(around):
+    """The places of the rows are values of that trace."""
+    x, start = jnp.arange(8).reshape(2, 4), jnp.ones((4, 8))
+    loop = nn.scan(Reads, variable_broadcast="params", split_rngs={"params": False})
+    model, x = (loop(), x) if around == "scan" else (nn.remat(Reads)(), x[0])
+    params = model.init(jax.random.key(0), start, x)
+    found = jmpp.sensitivity(lambda p: jnp.square(model.apply(p, start, x)[0]).mean(), params)
+    assert all(0 < row.predicted < 0.01 for row in found.rows)
+    assert any(row.path.endswith("Embed_0") for row in found.rows)

@@ -87,32 +87,38 @@ tap.defvjp(_tap_forward, _tap_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def tap_sum(transposable: Callable[[Any], Any], dtype: str, x: Any, sink: Any) -> Any:
+def tap_sum(transposable: Callable[..., Any], dtype: str, x: Any, others: Any, sink: Any) -> Any:
     """Computes a linear function of x whose transpose adds up, such as a broadcast or a look-up.
 
     The sink is given its transpose in float32 and in half, as this platform computes it.
 
     Args:
-      transposable: the function; it takes x in any dtype.
+      transposable: the function of x, in any dtype, and of `others`.
       dtype: "float16" or "bfloat16".
       x: its operand.
+      others: further operands, of which there are no derivatives: places to look up.
       sink: what counts or rounds.
     """
-    return transposable(x)
+    return transposable(x, *others)
+
+
+def _sum_forward(transposable: Any, dtype: str, x: Any, others: Any, sink: Any) -> Any:
+    return transposable(x, *others), (jax.numpy.zeros_like(x), others, sink)
 
 
 def _sum_backward(transposable: Any, dtype: str, residuals: Any, g: Any) -> Any:
-    like, sink = residuals
+    like, others, sink = residuals
 
     def transposed(g: Any, dtype: str) -> Any:
-        (out,) = jax.linear_transpose(transposable, like.astype(dtype))(g.astype(dtype))
+        (out,) = jax.linear_transpose(lambda x: transposable(x, *others), like.astype(dtype))(g.astype(dtype))
         return out.astype(np.float32)
 
     half = transposed(jax.lax.stop_gradient(g) * sink.scale, dtype) / sink.scale
-    return sink.of_sum(transposed(g, "float32"), half, dtype)
+    exact, found = sink.of_sum(transposed(g, "float32"), half, dtype)
+    return exact, None, found
 
 
-tap_sum.defvjp(lambda fn, dtype, x, sink: (fn(x), (jax.numpy.zeros_like(x), sink)), _sum_backward)
+tap_sum.defvjp(_sum_forward, _sum_backward)
 
 
 class Tapped:
@@ -313,11 +319,11 @@ class TappedProgram(Interpreter):
         """Runs an operation of which a transpose adds up half terms, with a tap on the sum."""
         sink = self._sinks[Sink(group, False)]
 
-        def summed(transposable: Callable[[Any], Any], x: Any) -> Any:
-            return tap_sum(transposable, self._dtype, x, sink.beside(x))
+        def summed(transposable: Callable[..., Any], x: Any, *others: Any) -> Any:
+            return tap_sum(transposable, self._dtype, x, others, sink.beside(x))
 
         if eqn.primitive.name not in _BROADCASTING:
-            return [summed(lambda x: self.bind(eqn, x, *arrays[1:])[0], arrays[0])]
+            return [summed(lambda *operands: self.bind(eqn, *operands)[0], *arrays)]
         (result,) = eqn.outvars
         full = [
             summed(lambda x: ir.broadcast_like(x, result.aval), x)
