@@ -450,7 +450,8 @@ def test_the_verdict_has_one_sentence_for_equal_layers():
     (line,) = {product.line.partition(" ")[0] for product in found.products}
     layers = f"layer_0 ... layer_8 ({line}) (9 x)"
     assert found.verdict.endswith(
-        f"9 products in float32: {layers}, as half values met float32 in {layers}: cast to half there."
+        f"9 products in float32: {layers}, as half values met float32 in {layers}: cast to half there "
+        "(NumPy numbers, as np.sqrt(2), by float)."
     )
 
 
@@ -1300,7 +1301,7 @@ def test_noise_in_float32_is_named_with_a_repair_that_mends():
     w, x = array(16, 16, dtype=BF16), array(8, 16, dtype=BF16)
     found = jmpp.audit(lambda w, x: noisy(w, x, F32), w, x)
     assert [u.line.partition(" ")[0] for u in found.upcasts] == [here("float32 noise")]
-    assert "for noise `jax.random.normal(key, x.shape, x.dtype)`" in " ".join(str(found).split())
+    assert "for noise `jax.random.normal(key, x.shape).astype(x.dtype)`" in " ".join(str(found).split())
     assert not jmpp.audit(noisy, w, x).upcasts
 
 

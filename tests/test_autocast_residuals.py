@@ -213,7 +213,10 @@ def test_what_the_caller_asks_for_is_in_half():
     asked = jmpp.autocast(f, "float16", lower={"exp"})
     assert "f16[16,64] = exp" in str(jax.make_jaxpr(asked)(X, PARAMS["w"]))
     row = jmpp.explain(f, "float16")(X, PARAMS["w"]).of("exp")[0]
-    assert (row.operands, row.why) == ("float32", "full: exceeds float16 above 11.1")
+    assert (row.operands, row.why) == (
+        "float32",
+        "full: multiplies a large operand's rounding; exceeds float16 above 11.1",
+    )
 
 
 def test_a_part_is_traced_once_however_often_it_occurs():

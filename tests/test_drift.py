@@ -1574,3 +1574,27 @@ def test_a_saturated_gate_is_normal():
     found = _drift_of_gated(nn.relu, lambda h, g: h / (1 + jnp.exp(-6 * g)), detail="operation")
     assert found.error < 1e-3
     assert found.is_normal
+
+
+class LossInside(nn.Module):
+    """A model that gives its loss, the sum of more terms than float16 holds."""
+
+    @nn.compact
+    def __call__(self, x, y):
+        logits = nn.Dense(16)(nn.gelu(nn.Dense(16)(x)))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).sum() / y.size
+
+
+@pytest.mark.slow
+def test_a_loss_that_overflows_alone_is_not_mended_by_a_loss_scale():
+    """Its gradient is finite; loss_scaled skips every such step."""
+    x, y = jax.random.normal(jax.random.key(0), (2**15, 8)), jnp.arange(2**15) % 16
+    params = LossInside().init(jax.random.key(1), x, y)
+    found = jmpp.drift(jmpp.wrap(LossInside(), "mixed_float16").apply, params, x, y)
+    assert math.isfinite(found.gradient_error)
+    assert math.isinf(found.loss_error)
+    assert "the result of convert_element_type (float16[]), forward, in LossInside" in found.verdict
+    assert "mends it: the loss is finite, and the gradient off by" in found.verdict
+    mended = jmpp.wrap(LossInside(), found.policy).apply
+    assert bool(jnp.isfinite(jax.jit(mended)(params, x, y)))
+    assert found.error_after < 0.01

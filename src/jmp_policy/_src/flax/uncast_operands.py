@@ -57,7 +57,8 @@ def warn(found: dict[str, Any], repair: str) -> None:
     more = f" (and {len(others)} more)" if others else ""
     cause = "used there as it is stored"
     if in_half:
-        cause, repair = "half there and meets float32 values", "Cast those to half (.astype(w.dtype))."
+        cause = "half there and meets float32 values"
+        repair = "Cast those to half (.astype(w.dtype); NumPy numbers, as np.sqrt(2), by float)."
     where = source_lines.source_line(eqn) or "an unknown line"
     warnings.warn_explicit(
         f"The product at {where} runs in float32, although the policy says half precision: {path!r}{more} "

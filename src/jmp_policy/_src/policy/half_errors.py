@@ -49,9 +49,10 @@ def explain(error: Exception, module: str, pattern: str, precision: ModulePrecis
         advice = (
             "An array that the module makes itself (an initial carry, a buffer, a branch's result) or gets "
             f"(a cache that the model has returned: output={half} keeps it half) is float32 where it meets "
-            "half values. Make arrays in the dtype of what they meet (jnp.zeros(shape, x.dtype)), give a "
-            f"branch that returns its input that in half (x.astype(jnp.{half})), and a loop the argument "
-            f"that it reads, or let the module compute in float32 by a rule: {rule}."
+            "half values, as is a NumPy number (np.sqrt(2), and not float(np.sqrt(2))). Make arrays in the "
+            "dtype of what they meet (jnp.zeros(shape, x.dtype)), give a branch that returns its input that "
+            f"in half (x.astype(jnp.{half})), and a loop the argument that it reads, or let the module "
+            f"compute in float32 by a rule: {rule}."
         )
     error.args = (f"{text}\n\n{module} computes in {half} {_MARK}. {advice}",)
 

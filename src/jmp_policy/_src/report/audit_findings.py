@@ -265,7 +265,8 @@ class Audit(Report):
             where = joined_places(places)
             if all(len(types) > 1 for types in narrow.values()):
                 return f", as bfloat16 met float16 in {where}: cast to one of them there"
-            return f", as half values met {_widest(p)} in {where}: cast to half there"
+            repair = "cast to half there (NumPy numbers, as np.sqrt(2), by float)"
+            return f", as half values met {_widest(p)} in {where}: {repair}"
         is_there = places.keys() == {p.place for p in products}
         return f", cast to {_widest(p)} {'there' if is_there else f'in {joined_places(places)}'}"
 
@@ -312,7 +313,7 @@ class Audit(Report):
         if not all(u.reaches for u in self.upcasts):
             lines.append(
                 "A silent upcast ends where what half values meet is half too, or a Python number: "
-                "`.astype(x.dtype)`, for noise `jax.random.normal(key, x.shape, x.dtype)`."
+                "`.astype(x.dtype)`, for noise `jax.random.normal(key, x.shape).astype(x.dtype)`."
             )
         if self.uncounted:
             lines.append("Products in a while loop are counted once: nobody knows how often it runs.")

@@ -125,9 +125,11 @@ class Diagnosis(Report, Placed):
     def verdict(self) -> str:
         """What happened, in one sentence."""
         if self.finite:
-            what = "all results" if math.isnan(self.loss) else f"the loss ({self.loss:.6g}) and all gradients"
             lost = f"; but {lost_constants.text(self.constants)}" * bool(self.constants)
-            return f"{self.function}: {what} are finite{lost}."
+            if not math.isnan(self.loss):
+                return f"{self.function}: the loss ({self.loss:.6g}) and all gradients are finite{lost}."
+            more = "If it is a loss that returns more than one number, has_aux=True looks at its gradient."
+            return f"{self.function}: all results are finite{lost}. {more}"
         what = "NaN" if self.is_nan else "infinite"
         if self.kind == "argument":
             return f"{self.path} is not finite to begin with ({what}, {self.dtype}{list(self.shape)})."

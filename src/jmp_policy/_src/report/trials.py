@@ -69,8 +69,8 @@ class Tried:
     Args:
       rule: overrides to put before those of the `PolicyMap`; empty where the whole policy is another one.
       policy: the whole policy with them.
-      error: relative L2 error of the gradient under it, against the model in float32; infinite where that is
-        not finite, nan where it was not measured.
+      error: relative L2 error of the gradient under it, against the model in float32; infinite where the
+        gradient or the loss is not finite, nan where it was not measured.
       half_share: share of the FLOPs of products that is in half under it; nan where it was not looked at.
       loss_scale: the smaller loss scale at which it was tried at last; nan where that of the report will do.
     """
@@ -316,6 +316,7 @@ class Mending:
                 break
             scale = max(scale / _SMALLER, 1.0)
         error = float(np.sqrt(error / whole)) if whole and np.isfinite(error) else float(error and np.inf)
+        error = error if is_finite else math.inf  # Steps with an infinite loss are skipped.
         return Tried(rule, policy, error, loss_scale=scale if scale < self._loss_scale else math.nan)
 
 

@@ -80,7 +80,7 @@ def drift(
         if not found.is_loss:
             return found
         loss_scale = float(as_loss_scale(scale).loss_scale)
-        if not math.isfinite(found.error):
+        if not math.isfinite(found.error) or math.isinf(found.loss_error):
             seen = None
             with without_overflow_warnings(), progress.interruptible("the cause was not looked for"):
                 seen = diagnose.of_loss(function, loss_scale, has_aux)
@@ -138,13 +138,14 @@ _LARGE_EXPONENT, _MOST_EXPONENT = 8, 24
 
 
 def _error_under(policy: PolicyMap | None, function: Function, scale: Any, has_aux: bool) -> float:
-    """The error of the gradient under another policy, or another loss scale."""
+    """The error of the gradient under another policy, or another loss scale; infinite where the loss is."""
     with without_overflow_warnings(), TRIAL(policy):
         jaxpr, lost, *_ = _traced(function, True, float(as_loss_scale(scale).loss_scale), has_aux)
     with without_overflow_warnings():
         compared, *_ = compiled_quickly(Comparison(jaxpr, False, lost.numbers))(function.arrays)
-    whole = _added([Compared(*map(_on_host, result)) for result in compared[2:]])
-    return _result("", whole, 1.0).error
+    loss, _, *gradients = (Compared(*map(_on_host, result)) for result in compared)
+    is_finite = math.isfinite(_result("", loss, 1.0).error)
+    return _result("", _added(gradients), 1.0).error if is_finite else math.inf
 
 
 def _measured(

@@ -296,6 +296,8 @@ class Drift(Report):
             return f"{whole} keeps these constants as they are written"
         before, after = trials.error_text(self.error), trials.error_text(self.error_after)
         price = next((tried.price for tried in self.tried if tried.policy is self.policy), "")
+        if math.isinf(self.loss_error):
+            return f"{whole} mends it: the loss is finite, and the gradient off by {after}{price}"
         return f"{whole} mends it: the gradient is off by {after} instead of {before}{price}"
 
     def _losses(self) -> list[str]:
