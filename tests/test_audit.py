@@ -1553,3 +1553,25 @@ def test_a_constant_that_was_cast_to_half_is_named_in_it_wherever_it_is_read():
 
     (constant,) = jmpp.audit(attend, jnp.ones((8, 8), jnp.float16)).constants
     assert (constant.dtype, constant.becomes) == ("float16", "-inf")
+
+
+class Draws(nn.Module):
+    """Chooses by logits in half, and adds noise that is drawn in float32."""
+
+    @nn.compact
+    def __call__(self, x, key):
+        x = x + jax.random.normal(key, x.shape).astype(x.dtype)
+        return jax.random.categorical(key, nn.Dense(32)(x))
+
+
+@pytest.mark.parametrize(
+    ("policy", "numbers"), [("mixed_bfloat16", 128), ("mixed_float16", 1024), ("float32", 0)]
+)
+def test_random_numbers_that_are_drawn_in_half(policy, numbers):
+    """As many as the dtype has digits: of equal logits the first is chosen too often."""
+    x, key = jnp.ones((4, 16)), jax.random.key(0)
+    params = Draws().init(key, x, key)
+    found = jmpp.audit(jmpp.wrap(Draws(), policy).apply, params, x, key)
+    drawn = [row for row in found.half_operations if row.operation == "jax.random"]
+    assert [row.path for row in drawn] == ["Draws"] * bool(numbers)
+    assert (f"draws one of {numbers} numbers" in found.verdict) == bool(numbers)

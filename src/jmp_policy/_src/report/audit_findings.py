@@ -338,7 +338,7 @@ _SERIAL = HAVING[Trait.SCATTER_SUM] | {"scan", "while"}
 
 def _is_harmful(found: HalfOperation) -> bool:
     """Whether what is in half precision loses more than one rounding, so that the verdict names it."""
-    return found.operation in _SERIAL or found.operation == "convert_element_type"
+    return found.operation in _SERIAL or found.operation in ("convert_element_type", "jax.random")
 
 
 def _widest(product: Product) -> str:
