@@ -1792,3 +1792,18 @@ def test_an_overflow_that_is_written_to_a_reference():
 
     found = jmpp.diagnose(loss, jnp.ones(8), jnp.ones((4, 8)) * 112.0)
     assert (found.finite, found.kind) == (False, "overflow")
+
+
+@pytest.mark.parametrize("is_loss", [True, False])
+def test_what_is_not_finite_only_where_xla_joins_constants(is_loss):
+    """It makes (1 + 1e-8) - q of 1 - q + 1e-8, where the epsilon is lost."""
+
+    def loss_fn(q):
+        return -jnp.log(1 - q + 1e-8).mean()
+
+    q = jnp.ones(8)
+    assert not jnp.isfinite(jax.jit(loss_fn)(q))
+    found = jmpp.diagnose(loss_fn if is_loss else jax.jit(jax.value_and_grad(loss_fn)), q)
+    assert (found.finite, found.kind) == (False, "compiled")
+    assert "not finite where XLA joins operations, and finite one by one" in found.verdict
+    assert "Clamp what a logarithm or division is given" in " ".join(str(found).split())

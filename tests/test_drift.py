@@ -264,7 +264,7 @@ def test_an_overflow_is_an_infinite_error():
         lambda w, x: jnp.square((w * x).astype(HALF)).astype(jnp.float32).sum(), jnp.float32([300.0]), 1.0
     )
     assert (found.loss_error, found.loss) == (np.inf, pytest.approx(9e4))
-    assert "The loss is not finite" in found.verdict
+    assert "the loss is not finite, the gradient is off by 0" in found.verdict
     json.dumps(found.to_dict())
 
 
@@ -1599,3 +1599,25 @@ def test_a_loss_that_overflows_alone_is_not_mended_by_a_loss_scale():
     mended = jmpp.wrap(LossInside(), found.policy).apply
     assert bool(jnp.isfinite(jax.jit(mended)(params, x, y)))
     assert found.error_after < 0.01
+
+
+class Branch(nn.Module):
+    """A branch whose gradients are too small for float16."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.constant(1e-6), (8,))
+        return nn.Dense(1, name="head")(x + scale * nn.Dense(8, name="branch")(x))
+
+
+def test_gradients_that_are_all_zero_beside_large_ones_are_named():
+    x = jax.random.normal(jax.random.key(0), (64, 8))
+    params = Branch().init(jax.random.key(1), x)
+    model = jmpp.wrap(Branch(), "mixed_float16")
+    loss_fn = lambda params: model.apply(params, x).mean() / 8  # noqa: E731
+    found = jmpp.drift(loss_fn, params)
+    assert "branch/bias is all zero: give the loss scale of training (scale=)" in found.verdict
+    assert not found.is_normal
+    found = jmpp.drift(loss_fn, params, scale=2.0**16)
+    assert "all zero" not in found.verdict
+    assert found.is_normal

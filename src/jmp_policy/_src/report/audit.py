@@ -349,7 +349,9 @@ def half_draws(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
         dtype = ir.dtype_of(eqn.outvars[0])
         if eqn.primitive.name == "bitcast_convert_type" and is_half(dtype) and jax_sources.is_drawn(eqn):
             count = 2 ** jnp.finfo(dtype).nmant
-            why = f"draws one of {count} numbers: draw in float32, or for logits.astype(jnp.float32)"
+            why = (
+                f"draws one of {count} numbers: draw in float32 (categorical: of logits.astype(jnp.float32))"
+            )
             yield _half_operation("jax.random", site, dtype, why)
 
 

@@ -17,7 +17,7 @@ from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.source_lines import is_written_in
 from jmp_policy._src.loss_scaling.state import find_loss_scale
 from jmp_policy._src.report import progress
-from jmp_policy._src.report.diagnosis import Diagnosis, Operand, Zero, advice
+from jmp_policy._src.report.diagnosis import OF_COMPILER, Diagnosis, Operand, Zero, advice
 from jmp_policy._src.report.eager_replay import (
     LOOPS,
     EagerReplay,
@@ -130,7 +130,11 @@ def _diagnosed(
     pairs = zip(names, replay.results, strict=True)
     bad = [(name, place) for name, place in pairs if not replay.ranges[place].is_finite]
     if not bad:
-        return _with_constants_kept(found, mending)
+        joined = tuple(n for n, value in zip(names, results, strict=True) if not range_of(value).is_finite)
+        if not joined:
+            return _with_constants_kept(found, mending)
+        found = dataclasses.replace(found, finite=False, bad_results=joined)
+        return dataclasses.replace(found, kind="compiled", advice=OF_COMPILER)
     found = dataclasses.replace(found, finite=False, bad_results=tuple(name for name, _ in bad))
     # A loop that reads a mask may make its own infinite values, or those of the mask.
     for through_loops in (False, True):

@@ -57,7 +57,7 @@ class Diagnosis(Report, Placed):
       kind: "overflow" (finite in float32), "underflow" (finite in float32: a divisor, or the argument of a
         logarithm, became zero), "rounding" (finite in float32: the operation is not defined for what
         rounding made of an operand, as sqrt for less than 0), "not finite" (nor is it in float32) or
-        "argument" (it was so to begin with).
+        "argument" (it was so to begin with) or "compiled" (only in the compiled program).
         A constant that is infinite in half only is an overflow too, and one that is zero an underflow.
       path: names of the scopes around it, joined by slashes; the name of an argument.
       line: where the user wrote it.
@@ -130,6 +130,9 @@ class Diagnosis(Report, Placed):
                 return f"{self.function}: the loss ({self.loss:.6g}) and all gradients are finite{lost}."
             more = "If it is a loss that returns more than one number, has_aux=True looks at its gradient."
             return f"{self.function}: all results are finite{lost}. {more}"
+        if self.kind == "compiled":
+            which = f"{joined(self.bad_results, 3)} {'is' if len(self.bad_results) == 1 else 'are'}"
+            return f"{self.function}: {which} not finite where XLA joins operations, and finite one by one."
         what = "NaN" if self.is_nan else "infinite"
         if self.kind == "argument":
             return f"{self.path} is not finite to begin with ({what}, {self.dtype}{list(self.shape)})."
@@ -257,7 +260,9 @@ def _limit(found: Diagnosis) -> str:
         return f"Rounding gave {found.operation} a number for which it is not defined."
     limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
     if found.backward:
-        return f"The gradient exceeds {limit} at a loss scale of {found.loss_scale:g}."
+        is_alone = math.isfinite(found.loss) and limit == "65504" and found.loss_scale == 1
+        below = "; DynamicLossScale goes below it" * is_alone
+        return f"The gradient exceeds {limit} at a loss scale of {found.loss_scale:g}{below}."
     if found.operation == "convert_element_type" and found.operands[0].name:
         return f"The argument {found.operands[0].name!r} exceeds {limit} where it is cast to {found.dtype}."
     return f"The activation exceeds {limit}; no loss scale can help."
@@ -283,6 +288,12 @@ def _logarithm(zero: Zero | None) -> str:
 
 
 _ACCUMULATES = HAVING[Trait.ACCUMULATES]
+
+#: What to do where single operations are finite.
+OF_COMPILER = (
+    "XLA joins constants: 1 - q + 1e-8 becomes (1 + 1e-8) - q, where float32 loses the epsilon. Clamp what a "
+    "logarithm or division is given (jnp.maximum(1 - q, 1e-7)), or use log_sigmoid of the logits."
+)
 
 _UNMENDED = "No change of the policy that was tried mends it"
 

@@ -220,7 +220,7 @@ class Drift(Report):
         An error as large as what it is an error of is not, however ill-conditioned the program may be.
         """
         is_finite = not math.isinf(self.loss_error) and not self._not_finite
-        return self._is_rounding and self.error < 1 and is_finite
+        return self._is_rounding and self.error < 1 and is_finite and not self._vanished
 
     @property
     def _not_finite(self) -> str:
@@ -267,7 +267,8 @@ class Drift(Report):
         off = f"off by {trials.error_text(self.error)}" if math.isfinite(self.error) else "not finite"
         parts = [f"{self.function}: {what} {off}{more}{self._compared()}"]
         if self.cause:
-            parts = [f"{self.function}: {what} {off}", self.cause.removesuffix("."), *self._losses()]
+            loss = "the loss is not finite, " * (math.isfinite(self.error) and math.isinf(self.loss_error))
+            parts = [f"{self.function}: {loss}{what} {off}", self.cause.removesuffix("."), *self._losses()]
             return ". ".join([*parts, *filter(None, [self._mended()])]) + "."
         named = [row for row in self.contributions if row.share >= NAMED][:3]
         if named:
@@ -303,7 +304,17 @@ class Drift(Report):
     def _losses(self) -> list[str]:
         """Describes lost constants, and updates that half precision does not hold."""
         constants = [constant for constant in self.constants if constant.text not in self.cause]
-        return list(filter(None, [lost_constants.text(constants), _updates_text(self.results)]))
+        found = [self._vanished, lost_constants.text(constants), _updates_text(self.results)]
+        return list(filter(None, found))
+
+    @property
+    def _vanished(self) -> str:
+        """Says which gradients are zero in half alone; "" if none is."""
+        of_zero = zero_but_for_rounding(self.results)
+        gone = [r.name for r in self.results if r.norm and r.error == 1 and r not in of_zero]
+        if not gone or not self.is_loss:
+            return ""
+        return f"The gradient of {joined(gone, 2)} is all zero: give the loss scale of training (scale=)"
 
     def _compared(self) -> str:
         if not math.isfinite(self.error):
