@@ -1802,7 +1802,8 @@ def test_what_is_not_finite_only_where_xla_joins_constants(is_loss):
         return -jnp.log(1 - q + 1e-8).mean()
 
     q = jnp.ones(8)
-    assert not jnp.isfinite(jax.jit(loss_fn)(q))
+    if jnp.isfinite(jax.jit(loss_fn)(q)):
+        pytest.skip("this version of XLA joins no constants")
     found = jmpp.diagnose(loss_fn if is_loss else jax.jit(jax.value_and_grad(loss_fn)), q)
     assert (found.finite, found.kind) == (False, "compiled")
     assert "not finite where XLA joins operations, and finite one by one" in found.verdict

@@ -312,8 +312,8 @@ class Drift(Report):
         """Says which gradients are zero in half alone; "" if none is."""
         of_zero = zero_but_for_rounding(self.results)
         gone = [r.name for r in self.results if r.norm and r.error == 1 and r not in of_zero]
-        if not gone or not self.is_loss:
-            return ""
+        if not gone or not self.is_loss or not self._is_rounding:
+            return ""  # What is wrong may have made them so.
         return f"The gradient of {joined(gone, 2)} is all zero: give the loss scale of training (scale=)"
 
     def _compared(self) -> str:
