@@ -1575,3 +1575,14 @@ def test_random_numbers_that_are_drawn_in_half(policy, numbers):
     drawn = [row for row in found.half_operations if row.operation == "jax.random"]
     assert [row.path for row in drawn] == ["Draws"] * bool(numbers)
     assert (f"draws one of {numbers} numbers" in found.verdict) == bool(numbers)
+
+
+def test_a_program_that_prints():
+    """An operation without results."""
+
+    def fn(x):
+        jax.debug.print("{}", x.sum())
+        return x @ x
+
+    found = jmpp.audit(fn, jnp.ones((16, 16), jnp.float16))
+    assert found.half_share == 1

@@ -343,15 +343,15 @@ def half_draws(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
     """Finds random numbers that are drawn in half: uniform ones have as many values as the dtype has digits.
 
     `jax.random.categorical` draws in the dtype of its logits. Of 32 equal ones in bfloat16 it takes the first
-    1.4 times as often as the last.
+    1.3 times as often as the last.
     """
     for eqn, site, *_ in operations:
+        if eqn.primitive.name != "bitcast_convert_type":
+            continue
         dtype = ir.dtype_of(eqn.outvars[0])
-        if eqn.primitive.name == "bitcast_convert_type" and is_half(dtype) and jax_sources.is_drawn(eqn):
+        if is_half(dtype) and jax_sources.is_drawn(eqn):
             count = 2 ** jnp.finfo(dtype).nmant
-            why = (
-                f"draws one of {count} numbers: draw in float32 (categorical: of logits.astype(jnp.float32))"
-            )
+            why = f"draws one of {count} numbers: draw in float32 (categorical: by float32 logits)"
             yield _half_operation("jax.random", site, dtype, why)
 
 
