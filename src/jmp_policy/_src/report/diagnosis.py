@@ -291,8 +291,8 @@ _ACCUMULATES = HAVING[Trait.ACCUMULATES]
 
 #: What to do where single operations are finite.
 OF_COMPILER = (
-    "XLA joins constants: 1 - q + 1e-8 becomes (1 + 1e-8) - q, where float32 loses the epsilon. Clamp what a "
-    "logarithm or division is given (jnp.maximum(1 - q, 1e-7)), or use log_sigmoid of the logits."
+    "XLA may join constants, so that 1 - q + 1e-8 is (1 + 1e-8) - q, where float32 loses the epsilon, or add "
+    "up in another order. Clamp what a logarithm or division is given (jnp.maximum(1 - q, 1e-7))."
 )
 
 _UNMENDED = "No change of the policy that was tried mends it"

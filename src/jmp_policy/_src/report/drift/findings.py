@@ -314,7 +314,8 @@ class Drift(Report):
         gone = [r.name for r in self.results if r.norm and r.error == 1 and r not in of_zero]
         if not gone or not self.is_loss or not self._is_rounding:
             return ""  # What is wrong may have made them so.
-        return f"The gradient of {joined(gone, 2)} is all zero: give the loss scale of training (scale=)"
+        at = f"at a loss scale of {self.loss_scale:g}"
+        return f"The gradient of {joined(gone, 2)} is all zero {at}: give that of training (scale=)"
 
     def _compared(self) -> str:
         if not math.isfinite(self.error):
