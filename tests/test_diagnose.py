@@ -319,13 +319,34 @@ def test_a_rule_that_leaves_little_in_half_is_advised_only_where_nothing_else_me
 
 
 @pytest.mark.slow
+def test_a_loss_scale_below_1_mends_a_gradient_that_overflows_at_1():
+    x = jax.random.normal(jax.random.key(0), (64, 16))
+    model = jmpp.wrap(nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(1)]), "mixed_float16")
+    params, targets = model.init(jax.random.key(1), x), 1e5 * (1 + jnp.square(x[:, :1]))
+
+    def loss(params, x):
+        return jnp.square(model.apply(params, x) - targets).mean()
+
+    found = diagnose(loss, params, x)
+    (tried,) = found.tried
+    assert tried.is_own
+    assert tried.loss_scale < 1
+    assert found.error_after < 0.02
+    assert found.policy == jmpp.PolicyMap("mixed_float16")
+    mended = f"A loss scale of {tried.loss_scale:g} (`DynamicLossScale`) mends it: the gradient is "
+    assert f"{mended}finite, and off by" in found.advice
+    assert diagnose(loss, params, x, scale=tried.loss_scale).finite
+    assert f"{mended}off by" in jmpp.drift(loss, params, x).verdict
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("in_bfloat16", [1.3e-3, 3e-2])
 def test_a_rule_that_leaves_little_in_half_gives_way_to_one_that_mends(in_bfloat16, monkeypatch):
     errors = {("encoder",): 5e-2, ("head",): 6e-2, ("encoder", "head"): 8e-4, (): in_bfloat16}
     shares = {("encoder",): 0.9, ("head",): 0.9, ("encoder", "head"): 0.01, (): 1.0}
 
-    def tried(self, rule, policy):
-        return Tried(rule, policy, errors[tuple(rule)])
+    def tried(self, rule, policy, is_own):
+        return Tried(rule, policy, errors[tuple(rule)], is_own=is_own)
 
     def half_share(self, policy):
         return shares[tuple(pattern for pattern, _ in policy.overrides if pattern in ("encoder", "head"))]

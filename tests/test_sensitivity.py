@@ -345,6 +345,22 @@ def test_a_model_that_the_loss_merges_is_to_be_an_argument():
         jmpp.sensitivity(lambda state, x: nnx.merge(graph, state)(x).sum(), state, X)
 
 
+@pytest.mark.slow
+def test_a_teacher_that_is_frozen_in_half_stays_as_it_is():
+    student, teacher = NNXNet(nnx.Rngs(0)), NNXNet(nnx.Rngs(1))
+    graph, state = nnx.split(teacher)
+    frozen = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
+
+    def loss(student, teacher, x):
+        return jnp.square(student(x) - jax.lax.stop_gradient(teacher(x))).mean()
+
+    found = jmpp.sensitivity(loss, student, frozen, X, probes=1)
+    closed_over = jmpp.sensitivity(lambda model, x: loss(model, frozen, x), student, X, probes=1)
+    assert found.of("first").predicted == pytest.approx(closed_over.of("first").predicted, rel=0.5)
+    with pytest.raises(ValueError, match=r"is bfloat16, but its policy .* wants parameters in float32"):
+        jmpp.sensitivity(lambda model, x: jnp.square(model(x)).mean(), frozen, X)
+
+
 @pytest.mark.once
 def test_batches_are_averaged():
     zeros, aux = jnp.zeros_like(X), lambda params, x: (loss_fn(params, x), x)

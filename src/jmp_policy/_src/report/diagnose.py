@@ -275,7 +275,8 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     mended = None
     if mending is not None and is_for_policy:
         places = [place.path for place in (found.zero, found.lost_digits) if place is not None]
-        mended = mending.best(places if found.zero is not None else [*places, found.path])
+        named = places if found.zero is not None else [*places, found.path]
+        mended = mending.best(named, in_scale=scaled and kind == "overflow" and math.isfinite(found.loss))
         found = dataclasses.replace(found, tried=tuple(mending.tried))
     if mended is not None:
         changed = {"rule": mended.rule, "policy": mended.policy, "error_after": mended.error}

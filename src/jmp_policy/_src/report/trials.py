@@ -1,9 +1,10 @@
 """Runs a loss again under other rules, to see which of them mend what a report found.
 
-What is tried, in this order, is float32 for weight gradients, where sums of those are what is wrong; float32
-for the modules that a report names, then for what is around them; then half precision in layers that are
-products alone; then bfloat16 in place of float16. Those that leave hardly anything in half are tried where
-none of the others mends. The first that mends is advised.
+What is tried, in this order, is a smaller loss scale, where the gradient overflows at 1; float32 for weight
+gradients, where sums of those are what is wrong; float32 for the modules that a report names, then for what
+is around them; then half precision in layers that are products alone; then bfloat16 in place of float16.
+Those that leave hardly anything in half are tried where none of the others mends. The first that mends is
+advised.
 
 Rules can be replaced where Linen modules are wrapped or run in a block under `intercept`, in NNX models that
 were wrapped themselves (no parts of them; what `nnx.merge` makes of their state is one), and in what
@@ -48,8 +49,8 @@ _MOSTLY_HALF = 0.5
 #: Where less of them is, and of what is in half without a rule, it is tried if nothing else mends.
 _HARDLY_HALF = 0.1
 
-#: How much smaller the next loss scale is, where a scaled gradient overflows.
-_SMALLER = 2.0**4
+#: How much smaller the next loss scale is, where a scaled gradient overflows, and the least one.
+_SMALLER, _SMALLEST = 2.0**4, 2.0**-14
 
 #: At most so many modules are tried one by one.
 _MOST = 4
@@ -72,7 +73,8 @@ class Tried:
       error: relative L2 error of the gradient under it, against the model in float32; infinite where the
         gradient or the loss is not finite, nan where it was not measured.
       half_share: share of the FLOPs of products that is in half under it; nan where it was not looked at.
-      loss_scale: the smaller loss scale at which it was tried at last; nan where that of the report will do.
+      loss_scale: the smaller loss scale that it needs; nan where that of the report will do, or none.
+      is_own: whether the policy is the model's own, and only the loss scale another one.
     """
 
     rule: Mapping[Pattern, str]
@@ -80,10 +82,13 @@ class Tried:
     error: float
     half_share: float = math.nan
     loss_scale: float = math.nan
+    is_own: bool = False
 
     @property
     def text(self) -> str:
         """Formats it as one would write it: "the rule {'drop': 'float32'}"."""
+        if self.is_own:
+            return f"a loss scale of {self.loss_scale:g} (`DynamicLossScale`)"
         if not self.rule:
             is_plain = self.policy == PolicyMap(self.policy.default)
             whole = repr(str(self.policy.default)) if is_plain else repr(self.policy)
@@ -101,7 +106,7 @@ class Tried:
     @property
     def scale(self) -> str:
         """Names the smaller loss scale that it needs, with a comma before; "" without one."""
-        if math.isnan(self.loss_scale):
+        if math.isnan(self.loss_scale) or self.is_own:
             return ""
         return f", at a loss scale of {self.loss_scale:g} (DynamicLossScale falls to it by itself)"
 
@@ -178,6 +183,7 @@ class Mending:
         limit: float = _MENDED,
         before: float = np.inf,
         in_sums: bool = False,
+        in_scale: bool = False,
     ) -> Tried | None:
         """Tries rules until one mends.
 
@@ -186,13 +192,14 @@ class Mending:
           limit: relative error at which no more are tried.
           before: the error without any, which is to be halved at least.
           in_sums: whether it was lost in sums of weight gradients.
+          in_scale: whether a gradient overflows that a loss scale below 1 may keep finite.
 
         Returns:
           The first within the limit; else the one with the least error, if that is tolerable and less than
           half of `before`. None without one.
         """
         with without_overflow_warnings(), progress.interruptible("other rules were not tried"):
-            self._try(paths, limit, before, in_sums)
+            self._try(paths, limit, before, in_sums, in_scale)
         # Where one was within the limit it was the last, and all before it are further off.
         best = min(self.tried, key=lambda tried: tried.error, default=None)
         return best if best is not None and best.is_mended and best.error < before / 2 else None
@@ -220,7 +227,7 @@ class Mending:
                 return Tried(rule, policy, np.nan)
         return None
 
-    def _try(self, paths: Sequence[str], limit: float, before: float, in_sums: bool) -> None:
+    def _try(self, paths: Sequence[str], limit: float, before: float, in_sums: bool, in_scale: bool) -> None:
         own = self._rules()
         if own is None:
             return
@@ -229,11 +236,13 @@ class Mending:
             _, self._exact = self._gradient(PolicyMap("float32"), self._loss_scale)
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
-            candidates = [({}, grad_in_float32(own))] * in_sums + list(self._candidates(own, paths, in_sums))
+            wide = grad_in_float32(own)
+            first = [({}, own)] * in_scale + [({}, wide)] * (in_sums and wide != own)
+            candidates = [*first, *self._candidates(own, paths, in_sums)]
             in_order = self._cheap_first(progress.steps("trying rules", candidates), own, before)
             for rule, policy, share in in_order:
                 with contextlib.suppress(Exception):
-                    tried = self._tried(rule, policy)
+                    tried = self._tried(rule, policy, is_own=policy == own)
                     self.tried.append(dataclasses.replace(tried, half_share=share))
                     if tried.error <= limit:
                         return
@@ -305,19 +314,21 @@ class Mending:
         numbers = [g.astype(np.float64) / seed for g in numbers if jnp.issubdtype(g.dtype, jnp.floating)]
         return bool(np.isfinite(loss)), numbers
 
-    def _tried(self, rule: Mapping[Pattern, str], policy: PolicyMap) -> Tried:
+    def _tried(self, rule: Mapping[Pattern, str], policy: PolicyMap, is_own: bool) -> Tried:
         """What came of rules: where only the scaled gradient overflows, at a smaller loss scale."""
         whole, scale = sum(np.square(exact).sum() for exact in self._exact), self._loss_scale
+        smallest = _SMALLEST if is_own else 1.0
         while True:
             is_finite, found = self._gradient(policy, scale)
             with np.errstate(invalid="ignore"):
                 error = sum(np.square(f - e).sum() for f, e in zip(found, self._exact, strict=True))
-            if np.isfinite(error) or not is_finite or scale <= 1:
+            if np.isfinite(error) or not is_finite or scale <= smallest:
                 break
-            scale = max(scale / _SMALLER, 1.0)
+            scale = max(scale / _SMALLER, smallest)
         error = float(np.sqrt(error / whole)) if whole and np.isfinite(error) else float(error and np.inf)
         error = error if is_finite else math.inf  # Steps with an infinite loss are skipped.
-        return Tried(rule, policy, error, loss_scale=scale if scale < self._loss_scale else math.nan)
+        is_needed = is_own or (scale < self._loss_scale and math.isfinite(error))
+        return Tried(rule, policy, error, loss_scale=scale if is_needed else math.nan, is_own=is_own)
 
 
 def _together(named: Sequence[str]) -> dict[Pattern, str]:

@@ -121,9 +121,9 @@ class Loss:
     def _under(self, rules: PolicyMap) -> "Loss":
         if not self._traced[1]:
             return dataclasses.replace(self, call=autocast(self.call, rules))
-        given = jax.tree.leaves(
-            (self.params, self.args, dict(self.kwargs)), is_leaf=lambda value: framework_of(value) is not None
-        )
+        arguments, is_model = (self.args, dict(self.kwargs)), lambda value: framework_of(value) is not None
+        trained, others = (jax.tree.leaves(x, is_leaf=is_model) for x in (self.params, arguments))
+        given = [*trained, *others]
         for call, scope in self._traced[1]:
             framework = framework_of(call.module)
             policy = (framework and framework.policy_of(call.module)) or (scope and scope.rules)
@@ -147,13 +147,13 @@ class Loss:
 
         def wrapped(value: Any) -> Any:
             framework = framework_of(value)
-            return value if framework is None or not framework.holds_arrays else framework.wrap(value, rules)
+            if framework is None or not framework.holds_arrays:
+                return value
+            dtypes = (getattr(array, "dtype", None) for array in jax.tree.leaves(value))
+            is_frozen_in_half = any(map(is_half, dtypes)) and all(value is not model for model in trained)
+            return value if is_frozen_in_half else framework.wrap(value, rules)
 
-        params, args, kwargs = jax.tree.map(
-            wrapped,
-            (self.params, self.args, dict(self.kwargs)),
-            is_leaf=lambda value: framework_of(value) is not None,
-        )
+        params, (args, kwargs) = jax.tree.map(wrapped, (self.params, arguments), is_leaf=is_model)
         return dataclasses.replace(self, call=governed, params=params, args=args, kwargs=kwargs, rules=rules)
 
     @functools.cached_property
