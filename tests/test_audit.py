@@ -1384,6 +1384,34 @@ def test_integers_of_rounded_arguments_are_named(model, is_found):
         assert named[0].path == "Rows"
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(F16, 2048), (BF16, 256)])
+def test_integers_made_of_half_values_are_named(dtype, most):
+    def look_up(table, w, x):
+        place = (x.astype(dtype) @ w)[:, 0]
+        return table[jnp.round(place).astype(jnp.int32)] + jnp.round(place).astype(jnp.int8)
+
+    found = jmpp.audit(look_up, jnp.ones(9), jnp.ones((16, 1), dtype), jnp.ones((4, 16)))
+    (named,) = (h for h in found.half_operations if h.operation == "convert_element_type")
+    assert named.why == f"makes integers of numbers that are whole up to {most}: compute them in float32"
+
+
+def test_a_sum_of_one_term_is_none():
+    """Keys of one head, as of multi-query attention, are summed over an axis of size 1."""
+
+    def scores(query, key):
+        return jnp.einsum("bthd,bskd->bhts", query, key)
+
+    query = jnp.ones((2, 8, 4, 16), F16)
+    assert jmpp.audit(scores, query, query[:, :, :1]).half_operations == ()
+    (found,) = jmpp.audit(scores, query, query[:, :, :2]).half_operations
+    assert (found.operation, found.terms) == ("reduce_sum", 2)
+
+
+def test_a_product_of_integers_and_float32_is_one_in_float32():
+    found = jmpp.audit(lambda a, b: jnp.einsum("m,d->md", a, b), jnp.arange(4), jnp.ones(8))
+    assert "1 product in float32 of fewer than 8 terms" in found.verdict
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("grad", [False, True])
 def test_what_autocast_leaves_is_no_fault_of_a_cast_before_it(grad):

@@ -318,6 +318,65 @@ def test_a_rule_that_leaves_little_in_half_is_advised_only_where_nothing_else_me
     assert diagnose(mended, params, x).finite
 
 
+class RMS(nn.Module):
+    """Normalises by a root whose derivative, about 1 / eps ** 1.5 of small inputs, float16 does not hold."""
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+class Normed(nn.Module):
+    layers: int
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(self.layers):
+            x = nn.Dense(16, name=f"dense_{i}", kernel_init=nn.initializers.normal(3e-3))(x)
+            x = nn.tanh(RMS(name=f"norm_{i}")(x))
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layers", "rule"), [(1, {"norm_0": "float32"}), (2, {RMS: "float32"})])
+def test_a_derivative_that_overflows_does_so_at_every_loss_scale(layers, rule):
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    model = jmpp.wrap(Normed(layers), "mixed_float16")
+    params = model.init(jax.random.key(1), x)
+    found = diagnose(lambda params, x: jnp.square(model.apply(params, x) - x).mean(), params, x)
+    assert (found.kind, found.operation, found.backward) == ("overflow", "div", True)
+    assert found.advice.startswith("A derivative exceeds 65504, whatever the loss scale. The rule {")
+    assert dict(found.rule) == rule
+    assert found.error_after < 0.02
+
+
+class LooksUp(nn.Module):
+    @nn.compact
+    def __call__(self, table, x):
+        y = nn.Dense(1, name="out")(x)[:, 0]
+        place = (5118.9 + 0.01 * jnp.tanh(x[:, 0])).astype(y.dtype)
+        return table.at[jnp.round(place).astype(jnp.int32)].get(mode="fill") * y
+
+
+@pytest.mark.slow
+def test_an_index_that_was_rounded_is_no_overflow():
+    table, x = jnp.ones(5120), jax.random.normal(jax.random.key(0), (4, 16))
+    params = LooksUp().init(jax.random.key(1), table, x)
+
+    def under(policy):
+        return lambda params, x: jmpp.wrap(LooksUp(), policy).apply(params, table, x).astype(F32).mean()
+
+    found = diagnose(under("mixed_bfloat16"), params, x)
+    assert (found.kind, found.operation) == ("rounding", "gather")
+    assert [operand.largest for operand in found.operands] == [1.0, 5120.0]
+    assert "a rounding error: an index is outside of its array; in float32 it is finite" in found.verdict
+    assert found.advice.startswith(
+        "Rounding made an index another one (bfloat16 has whole numbers up to 256,"
+    )
+    assert diagnose(under(found.policy), params, x).finite
+
+
 @pytest.mark.slow
 def test_a_loss_scale_below_1_mends_a_gradient_that_overflows_at_1():
     x = jax.random.normal(jax.random.key(0), (64, 16))

@@ -1621,3 +1621,48 @@ def test_gradients_that_are_all_zero_beside_large_ones_are_named():
     found = jmpp.drift(loss_fn, params, scale=2.0**16)
     assert "all zero" not in found.verdict
     assert found.is_normal
+
+
+def test_masks_whose_square_is_infinite_and_that_half_values_decide():
+    """The square of -1e30 is infinite in float32, and no error of a decision beside it may be NaN."""
+
+    def loss(w, x):
+        h = (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+        h = jnp.where(h < 0, -1e30, h)
+        h = jnp.where(h < 0.5, -1e30, h)
+        return -jax.nn.log_softmax(h).max(-1).mean()
+
+    w, x = jax.random.normal(jax.random.key(0), (16, 12)) / 4, jax.random.normal(jax.random.key(1), (32, 16))
+    found = jmpp.drift(loss, w, x)
+    assert found.is_normal
+    assert sum(row.share for row in found.rows) == pytest.approx(1, abs=0.01)
+
+
+class MaskedByAddition(nn.Module):
+    """Attention whose scores get a mask added in half, as in BERT and T5."""
+
+    fill: float
+
+    @nn.compact
+    def __call__(self, x):
+        query, key, value = (nn.Dense(16, name=name)(x) for name in ("query", "key", "value"))
+        mask = jnp.where(jnp.tri(x.shape[1], dtype=bool), 0, self.fill).astype(query.dtype)
+        return nn.Dense(8, name="out")(jax.nn.softmax(query @ key.swapaxes(-1, -2) / 4 + mask) @ value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_mask_that_is_added_has_no_part_in_the_error(policy):
+    x = jax.random.normal(jax.random.key(0), (4, 12, 16))
+    params = MaskedByAddition(-30.0).init(jax.random.key(1), x)
+
+    def shares(fill):
+        model = jmpp.wrap(MaskedByAddition(fill), policy)
+        found = jmpp.drift(lambda params, x: jnp.square(model.apply(params, x)).mean(), params, x)
+        assert found.error < found.expected < 3 * found.error
+        return {row.module + row.direction: row.share for row in found.rows}
+
+    first, *others = map(shares, (-1e4, -65504.0, -1e9))
+    assert first["MaskedByAddition" + "outputs"] < 0.5
+    for other in others:
+        assert other == pytest.approx(first, abs=0.01)

@@ -252,6 +252,38 @@ def test_what_a_mask_hides_from_a_softmax_does_not_overflow(fill, overflows):
     assert ("overflow" in found.verdict) is overflows
 
 
+class Steep(nn.Module):
+    """Divides small numbers by their root mean square: one derivative of that is beyond float16."""
+
+    by: str
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, kernel_init=nn.initializers.normal(2e-4), name="small")(x)
+        with jax.named_scope(self.by):
+            square = jnp.square(32 * x).mean(-1, keepdims=True) + 1e-6
+            scale = {"rsqrt": jax.lax.rsqrt, "power": lambda x: x**-1, "quotient": lambda x: 1 / x}[self.by]
+            x = x * self.param("scale", nn.initializers.ones, (16,)) * scale(square)
+        return nn.Dense(8, name="head")(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["rsqrt", "power", "quotient"])
+def test_a_derivative_that_overflows_is_seen(by):
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    params = Steep(by).init(jax.random.key(1), x)
+
+    def loss_of(model):
+        return lambda params, x: 1e-3 * jnp.square(model.apply(params, x)).mean()
+
+    half = jax.grad(loss_of(jmpp.wrap(Steep(by), "mixed_float16")))(params, x)
+    assert not all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(half))
+    (whole, *_) = jmpp.sensitivity(loss_of(Steep(by)), params, x, probes=1).rows
+    assert whole.overflow > 0
+    assert math.isinf(whole.predicted)
+    assert jmpp.sensitivity(loss_of(Steep(by)), params, x, probes=1, dtype="bfloat16").rows[0].overflow == 0
+
+
 @pytest.mark.once
 def test_overflow_is_found_and_ranks_first():
     params = Large().init(jax.random.key(0), jnp.ones((2, 8)))

@@ -654,6 +654,25 @@ def test_taps_without_a_gradient_are_named():
     assert "Not counted, since no gradient flows through it: stopped" in str(found).replace("\n", " ")
 
 
+class ReturnsLoss(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        predicted = nn.Dense(4, name="out")(x)
+        return jnp.square(predicted - x[:, :4]).mean(), predicted
+
+
+def test_the_loss_that_a_model_returns_is_no_activation():
+    model, x = ReturnsLoss(), jax.random.normal(jax.random.key(0), (64, 16))
+    params = model.init(jax.random.key(1), x)
+
+    def outside(params, x):
+        return jnp.square(model.apply(params, x)[1] - x[:, :4]).mean()
+
+    found = jmpp.gradient_spectrum(lambda params, x: model.apply(params, x)[0], params, x)
+    assert found.largest.path == "params/out/kernel"
+    assert found.recommended_scale == jmpp.gradient_spectrum(outside, params, x).recommended_scale
+
+
 def test_int_parameters_are_left_out():
     params, loss = params_and_loss()
     found = jmpp.gradient_spectrum(loss, params, 3.0)

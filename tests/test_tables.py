@@ -93,6 +93,12 @@ def test_a_layer_with_most_of_a_sum_is_a_row_of_its_own():
     ]
 
 
+def test_the_ends_of_a_row_are_names_that_there_are():
+    rows = [(f"wi{number}/norm", "LayerNorm") for number in ("00", "01", "10", "11")]
+    (row,) = folded(("module", "type"), rows)
+    assert row[0] == "wi00 ... wi11/norm (4 x)"
+
+
 def test_the_number_of_a_layer_is_not_that_of_a_part():
     rows = [(f"blocks/{i}/{part}", "1") for i in range(4) for part in ("ln1", "ln2", "proj_3")]
     assert [row[0] for row in folded(("module", "size "), rows)] == [

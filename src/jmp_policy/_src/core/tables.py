@@ -298,7 +298,7 @@ def _as_one(group: Sequence[Sequence[Any]], name: int, figures: set[int], place:
             cells[i] = dataclasses.replace(cell, value=cell.add([row[i].value for row in group]))
         elif i in figures:
             cells[i] = _range([str(row[i]) for row in group])
-    numbers = sorted(int(_NUMBER.findall(str(row[name]))[place][1]) for row in group)
+    numbers = sorted((_NUMBER.findall(str(row[name]))[place][1] for row in group), key=int)
     found = list(_NUMBER.finditer(str(group[0][name])))[place]
     layers = f"{found[1]}{numbers[0]} ... {found[1]}{numbers[-1]}"
     before, behind = found.string[: found.start()], found.string[found.end() :]

@@ -247,10 +247,11 @@ def half_operations(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
         name = eqn.primitive.name
         listed, why = op_table.LISTED.get(name, ("", ""))
         half = next(filter(is_half, map(ir.dtype_of, eqn.invars)), None)
-        if listed == "full" and half is not None and any(map(size, eqn.invars)):
+        terms = sum_terms(eqn)  # A sum of one term is that term.
+        if listed == "full" and half is not None and any(map(size, eqn.invars)) and terms != 1:
             if why.startswith("as "):
                 _, why = op_table.LISTED.get(why.split()[1], ("", why))
-            yield _half_operation(name, site, half, why, sum_terms(eqn))
+            yield _half_operation(name, site, half, why, terms)
 
 
 #: Sums are hardly worse than other operations in half whose number of terms times the dtype's epsilon is up
@@ -313,9 +314,9 @@ def _summed_carries(eqn: Any) -> Iterator[tuple[Any, int]]:
 
 
 def rounded_integers(operations: Sequence[Operation], arguments: Sequence[str]) -> Iterator[HalfOperation]:
-    """Finds integers made of an argument that was float32 and went through half precision: other numbers.
+    """Finds integers of 16 bits or more made of computed half values, or of an argument that was rounded.
 
-    Float16 holds the integers up to 2048, bfloat16 those up to 256.
+    They are other numbers above 2048 in float16, and above 256 in bfloat16.
     """
     of_argument, rounded = dict[int, int](), dict[int, Any]()
     for eqn, site, operands, results in operations:
@@ -323,20 +324,25 @@ def rounded_integers(operations: Sequence[Operation], arguments: Sequence[str]) 
             continue
         for atom, operand in zip(eqn.invars, operands, strict=True):
             before, after = ir.dtype_of(atom), ir.dtype_of(eqn.outvars[0])
+            if not jnp.issubdtype(before, jnp.floating):
+                continue
             argument = of_argument.get(operand.key, operand.origin)
-            if argument is None or not jnp.issubdtype(before, jnp.floating):
+            half = rounded.get(operand.key)
+            if argument is not None:
+                half = half or (after if is_half(after) and not is_half(before) else None)
+                of_argument.update((info.key, argument) for info in results)
+                rounded.update((info.key, half) for info in results if half is not None)
+            is_cast = eqn.primitive.name == "convert_element_type" and jnp.issubdtype(after, jnp.integer)
+            is_computed = argument is None and is_half(before)
+            if not is_cast or jnp.iinfo(after).bits == 8 or not (half or is_computed):
                 continue
-            of_argument.update((info.key, argument) for info in results)
-            half = rounded.get(operand.key, after if is_half(after) and not is_half(before) else None)
-            if half is None:
-                continue
-            rounded.update((info.key, half) for info in results)
-            if eqn.primitive.name == "convert_element_type" and jnp.issubdtype(after, jnp.integer):
-                why = (
-                    f"makes integers of {arguments[argument]!r} after it was rounded: pass integers, "
-                    "or give the module float32 by a rule"
-                )
-                yield _half_operation(eqn.primitive.name, site, half, why)
+            most = 2 ** (jnp.finfo(half or before).nmant + 1)
+            of, repair = f"numbers that are whole up to {most}", "compute them in float32"
+            if half is not None and argument is not None:
+                of, repair = f"{arguments[argument]!r} after it was rounded", "pass integers"
+                repair += ", or give the module float32 by a rule"
+            why = f"makes integers of {of}: {repair}"
+            yield _half_operation(eqn.primitive.name, site, half or before, why)
 
 
 def half_draws(operations: Sequence[Operation]) -> Iterator[HalfOperation]:

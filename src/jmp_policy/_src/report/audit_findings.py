@@ -342,7 +342,10 @@ def _is_harmful(found: HalfOperation) -> bool:
 
 
 def _widest(product: Product) -> str:
-    return max(product.lhs, product.rhs, key=lambda name: jnp.dtype(name).itemsize)
+    def width(name: str) -> tuple[bool, int]:
+        return jnp.issubdtype(name, jnp.inexact), jnp.dtype(name).itemsize
+
+    return max(product.lhs, product.rhs, key=width)
 
 
 def _module(path: str) -> str:

@@ -286,9 +286,9 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
 
 
 def _is_undefined(replay: EagerReplay, step: ReplayedEqn) -> bool:
-    """Whether a function of one number, or a power, is NaN though what it was given is finite."""
+    """Whether a function of one number, a power or a look-up is NaN though what it was given is finite."""
     name = step.eqn.primitive.name
-    is_function = name == "pow" or (len(step.reads) == 1 and name in _ELEMENTWISE)
+    is_function = name in ("pow", "gather") or (len(step.reads) == 1 and name in _ELEMENTWISE)
     is_finite = all(replay.ranges[place].is_finite for place in step.reads)
     return is_function and is_finite and replay.ranges[step.writes[0]].nan
 

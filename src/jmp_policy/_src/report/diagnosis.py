@@ -149,10 +149,9 @@ class Diagnosis(Report, Placed):
             kind = self.kind if self.kind == "not finite" else f"an {self.kind}"
             return f"{kind}: {self.constant.text}"
         if self.kind == "rounding":
-            return (
-                f"a rounding error: {self.operation} is not defined for one of the numbers it was given; in "
-                f"float32 it is finite, at most {self.largest_in_float32:.4g}"
-            )
+            what = f"{self.operation} is not defined for one of the numbers it was given"
+            what = "an index is outside of its array" if self.operation == "gather" else what
+            return f"a rounding error: {what}; in float32 it is finite, at most {self.largest_in_float32:.4g}"
         if self.kind == "overflow" and self.operation == "shard_map":
             return f"in float32 it is finite, at most {self.largest_in_float32:.4g}"
         if self.kind == "overflow":
@@ -206,13 +205,14 @@ def advice(
     mask = f" If it is a mask: {lost_constants.OF_MASK}" if is_cast and is_mask else ""
     if in_optimizer and found.kind in ("underflow", "overflow", "rounding"):
         return _OF_OPTIMIZER.format(dtype=found.zero.dtype if found.zero else found.dtype)
+    limit = _limit(found, scaled)
     if mended is not None:
         whole = mended.text[0].upper() + mended.text[1:]
         off = f"off by {trials.error_text(mended.error)}{mended.price}"
         rule = f"{whole} mends it: the gradient is finite, and {off}."
-        return f"{_limit(found)} {rule}{mask}{_logarithm(found.zero)}"
+        return f"{limit} {rule}{mask}{_logarithm(found.zero)}"
     if found.operation == "shard_map":
-        return _limit(found)
+        return limit
     tried = f"{_UNMENDED}. " if found.tried else ""
     if found.zero is not None:
         part = _part(found.zero.path, found.zero.line)
@@ -220,10 +220,12 @@ def advice(
             f"Compute {part} and what reads it in float32, by rules of a PolicyMap or under region('off'), "
             f"or enlarge the epsilon that guards it to 1e-4 or more.{_logarithm(found.zero)}"
         )
-        return f"{_limit(found)} {tried}{repair}"
+        return f"{limit} {tried}{repair}"
     if found.constant is not None:
         return f"{found.constant.text}. {lost_constants.repair([found.constant])}"
     part = _part(found.path, found.line)
+    if found.operation == "gather" and found.kind == "rounding":
+        return f"{limit} {tried}Compute what the index is made of in float32, and clip it."
     if found.kind == "overflow" and scaled and not found.tried:
         return (
             f"The scaled gradient exceeds {found.dtype} at a loss scale of {found.loss_scale:g}. "
@@ -235,7 +237,7 @@ def advice(
             f"Compute {part} and what reads it in float32, by rules of a PolicyMap or under region('off'), "
             "or make what it is given smaller: normalise before it."
         )
-        return f"{_limit(found)} {tried}{repair}{mask}"
+        return f"{limit} {tried}{repair}{mask}"
     known = NOT_FINITE.get(
         found.operation, "In float32 it is not finite either: look for what feeds this operation."
     )
@@ -247,7 +249,7 @@ def advice(
     return known
 
 
-def _limit(found: Diagnosis) -> str:
+def _limit(found: Diagnosis, scaled: bool) -> str:
     """What was exceeded, or became zero; where to look for it in a shard_map."""
     if found.operation == "shard_map":
         return f"In shard_map, {found.place}: diagnose the function inside on one device's arrays."
@@ -256,12 +258,17 @@ def _limit(found: Diagnosis) -> str:
         return f"The result of {zero.operation} in {zero.place} became zero in {zero.dtype}."
     if found.constant is not None:
         return f"{found.constant.text}."
+    if found.kind == "rounding" and found.operation == "gather":
+        return "Rounding made an index another one (bfloat16 has whole numbers up to 256, float16 to 2048)."
     if found.kind == "rounding":
         return f"Rounding gave {found.operation} a number for which it is not defined."
     limit = "65504" if found.dtype == "float16" else f"the range of {found.dtype}"
+    if found.backward and not scaled:
+        return f"A derivative exceeds {limit}, whatever the loss scale."
     if found.backward:
         is_alone = math.isfinite(found.loss) and limit == "65504" and found.loss_scale == 1
-        below = "; DynamicLossScale goes below it" * is_alone
+        is_known = any(tried.is_own and math.isinf(tried.error) for tried in found.tried)
+        below = "; DynamicLossScale goes below it" * (is_alone and not is_known)
         return f"The gradient exceeds {limit} at a loss scale of {found.loss_scale:g}{below}."
     if found.operation == "convert_element_type" and found.operands[0].name:
         return f"The argument {found.operands[0].name!r} exceeds {limit} where it is cast to {found.dtype}."

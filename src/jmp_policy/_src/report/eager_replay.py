@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jmp_policy._src.core.dtypes import is_number
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.float32_replay import replay_equation, to_float32
@@ -235,13 +236,13 @@ def _read(value: Any) -> Any:
 
 
 def range_of(value: Any) -> Range:
-    """What is in an array; nothing in one that holds no real or complex numbers."""
+    """What is in an array; nothing in one that holds no numbers."""
     value = _read(value)
     dtype = getattr(value, "dtype", None)
-    if dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact):
+    if dtype is None or not is_number(dtype):
         return Range(nan=False, infinite=False, largest=0.0)
     array = np.asarray(value)
-    if jax.numpy.issubdtype(dtype, jax.numpy.floating):
+    if not jax.numpy.issubdtype(dtype, jax.numpy.complexfloating):
         array = array.astype(np.float64)
     magnitude = np.abs(array)
     largest = magnitude.max(initial=0.0, where=np.isfinite(magnitude))

@@ -47,13 +47,16 @@ class Taps(Watcher):
         self.met: dict[str, None] = {}
 
     def returned(self, name: str, module: Any, args: Any, kwargs: Any, out: T) -> T:
-        """Taps the outputs of a module, and returns them."""
-        return self.tapped(out, name)
+        """Taps the outputs of a module, and returns them; of shape () is a loss, whose cotangent is 1."""
+        return self.tapped(out, name, least_axes=1)
 
-    def tapped(self, x: T, name: str) -> T:
+    def tapped(self, x: T, name: str, least_axes: int = 0) -> T:
         """Taps the floating arrays of a value; where there are several, the path of each follows its name."""
         leaves, treedef = jax.tree_util.tree_flatten_with_path(x)
-        floating = [isinstance(leaf, jax.Array) and is_floating(leaf.dtype) for _, leaf in leaves]
+        floating = [
+            isinstance(leaf, jax.Array) and is_floating(leaf.dtype) and leaf.ndim >= least_axes
+            for _, leaf in leaves
+        ]
         several = sum(floating) > 1
         watched = [
             self._array(leaf, name + jax.tree_util.keystr(path) if several else name) if taken else leaf

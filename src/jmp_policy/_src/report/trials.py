@@ -2,9 +2,9 @@
 
 What is tried, in this order, is a smaller loss scale, where the gradient overflows at 1; float32 for weight
 gradients, where sums of those are what is wrong; float32 for the modules that a report names, then for what
-is around them; then half precision in layers that are products alone; then bfloat16 in place of float16.
-Those that leave hardly anything in half are tried where none of the others mends. The first that mends is
-advised.
+is around them, then for all of their class; then half precision in layers that are products alone; then
+bfloat16 in place of float16. Those that leave hardly anything in half are tried where none of the others
+mends. The first that mends is advised.
 
 Rules can be replaced where Linen modules are wrapped or run in a block under `intercept`, in NNX models that
 were wrapped themselves (no parts of them; what `nnx.merge` makes of their state is one), and in what
@@ -263,11 +263,13 @@ class Mending:
 
     def _rules(self) -> PolicyMap | None:
         """The rules of the modules that the loss runs; None without any, and for several."""
-        met, calls = Met(), Calls(lambda module: product_layers([module]))
+        met, calls = Met(), Calls(lambda module: module)
         with TRIAL(met), watching_modules(calls):
             jax.eval_shape(self._program, self._arrays)
-        self._paths = {call.name.partition(".")[0] for call, _ in calls.calls}
-        self._products = dict.fromkeys(kind for _, kinds in calls.calls for kind in kinds)
+        modules = {call.name.partition(".")[0]: module for call, module in calls.calls}
+        # A wrapped NNX module is of a class of its own.
+        self._paths = {path: getattr(type(m), "_jmp_policy_bare", type(m)) for path, m in modules.items()}
+        self._products = product_layers(modules.values())
         return next(iter(met.rules)) if len(met.rules) == 1 else None
 
     def _module(self, path: str) -> str:
@@ -283,12 +285,16 @@ class Mending:
         self, own: PolicyMap, paths: Sequence[str], in_sums: bool
     ) -> Iterator[tuple[Mapping[Pattern, str], PolicyMap]]:
         default, named = own.default, self._named(paths)
-        modules = {path.partition("/")[2] for path in self._paths} or {*named}
+        kinds = {path.partition("/")[2]: kind for path, kind in self._paths.items()}
+        modules = kinds or {*named}
         around = [path.rsplit("/", n)[0] for path in named for n in range(path.count("/") + 1)]
         around = [path for path in around if path in modules]  # Lists of modules are none.
         rules: list[dict[Pattern, str]] = [{path: "float32"} for path in dict.fromkeys(around)]
         together = _together(named)
-        for rule in rules[:_MOST] + [together] * (len(together) > 1):
+        rules = rules[:_MOST] + [together] * (len(together) > 1)
+        # What fails in one layer may in all that are like it.
+        alike = [kind for kind in map(kinds.get, named[:1]) if [*kinds.values()].count(kind) > 1]
+        for rule in [*rules, *({kind: "float32"} for kind in alike if kind not in self._products)]:
             yield rule, _with_rule(own, rule)
         if is_half(default.compute_dtype) and self._products:
             alone = products_alone(own, self._products)

@@ -46,6 +46,7 @@ class TwinEvaluation(Interpreter):
       recorder: takes note of the values that differ.
       written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
       cast: of casts of arguments to half, the argument, as of `_uses_of_arguments`.
+      masked: the equations whose results a softmax may hide, as of `_masked_by_softmax`.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class TwinEvaluation(Interpreter):
         recorder: Recorder,
         written: Mapping[tuple[int, int], float],
         cast: Mapping[int, int | None],
+        masked: Set[int],
     ):
-        self.recorder, self._cast, self._written = recorder, cast, written
+        self.recorder, self._cast, self._written, self._masked = recorder, cast, written, masked
 
     def at(self, eqn: Any, around: Site) -> Site:
         """The site of an operation."""
@@ -176,8 +178,13 @@ class TwinEvaluation(Interpreter):
         terms = walk.size(eqn.invars[0]) // max(walk.size(var), 1) if is_sum else 1
         note, argument = _NOT_INSIDE.get(calls.kind_of(eqn), ""), self._cast.get(id(eqn))
         dtype, adds = _computed_in(eqn, var), name in _ADDS
-        node = Node(site, name, dtype, terms, sources, rounds, adds, note, argument)
-        return Twin(half, exact, self.recorder.add(node, half, wide, exact, lost, twins))
+        node, values = (
+            Node(site, name, dtype, terms, sources, rounds, adds, note, argument),
+            (half, wide, exact),
+        )
+        if id(eqn) in self._masked:
+            values = [jnp.where(exact < _MASKED, 0, value) for value in values]
+        return Twin(half, exact, self.recorder.add(node, *values, lost, twins))
 
 
 def _runs_as_traced(eqn: Any) -> bool:
@@ -232,6 +239,9 @@ _NOT_INSIDE: Mapping[Kind | None, str] = {
 
 _EXACT, _ADDS = HAVING[Trait.EXACT], HAVING[Trait.ADDS] | {"carry"}
 _ACCUMULATES, _REDUCES = HAVING[Trait.ACCUMULATES], HAVING[Trait.REDUCES]
+
+#: A softmax makes such numbers 0.
+_MASKED = -1e3
 
 _VIEWS = HAVING[Trait.VIEW] - {"reduce_precision"}
 _ADDITIONS = HAVING[Trait.ADDITION]
@@ -305,6 +315,32 @@ def _uses_of_arguments(
     return cast, {i: added[info.key] for i, info in enumerate(seen.results) if info.key in added}
 
 
+def _masked_by_softmax(seen: Walk) -> set[int]:
+    """The identities of equations that make what a softmax is taken of, and masks that are added to it.
+
+    Masks are large, and so is what rounding does to them, which a softmax does not see.
+    """
+    # By value, the one that it is but for its shape and dtype, and the one whose maximum it is.
+    same, maximum, found, masked = dict[int, int](), dict[int, int](), set[int](), set[int]()
+    for eqn, _, operands, results in seen.operations:
+        name, keys = eqn.primitive.name, [same.get(info.key, info.key) for info in operands]
+        for key in [info.key for info in results[:1]]:
+            if name in _VIEWS:
+                same[key] = keys[0]
+            if name == "reduce_max":
+                maximum[key] = keys[0]
+            elif name in _EXACT and (of := [maximum[k] for k in keys if k in maximum]):
+                maximum[key] = of[0]
+            elif name == "sub" and maximum.get(keys[1]) == keys[0]:
+                found.update([key, keys[0]])
+    for eqn, _, operands, results in reversed(seen.operations):
+        if found.intersection(same.get(info.key, info.key) for info in results):
+            masked.add(id(eqn))
+            if eqn.primitive.name in _ADDITIONS or eqn.primitive.name in ("select_n", "max"):
+                found.update(same.get(info.key, info.key) for info in operands)
+    return masked
+
+
 class Comparison:
     """The two runs of a program as a function of its arguments.
 
@@ -330,7 +366,9 @@ class Comparison:
         self._jaxpr = jaxpr
         types = [var.aval for var in open_jaxpr(jaxpr).invars]
         self._written, self._errors = written, Errors(quick)
-        self._cast, updated = _uses_of_arguments(Walk(jaxpr), [aval.dtype for aval in types])
+        seen = Walk(jaxpr)
+        self._cast, updated = _uses_of_arguments(seen, [aval.dtype for aval in types])
+        self._masked = _masked_by_softmax(seen)
         halves = [is_half(ir.dtype_of(var)) for var in open_jaxpr(jaxpr).outvars]
         self._updated = {i: of for i, of in updated.items() if halves[i]}
         self.nodes: list[Node] = []
@@ -371,7 +409,7 @@ class Comparison:
 
     def _run(self, arrays: Sequence[Any], wanted: Set[int]) -> tuple[list[Twin], Any]:
         recorder = Recorder(wanted, self._errors)
-        evaluation = TwinEvaluation(recorder, self._written, self._cast)
+        evaluation = TwinEvaluation(recorder, self._written, self._cast, self._masked)
         outs = evaluation.run(self._jaxpr, [same(array) for array in arrays], Site())
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
         return outs, recorder.measured

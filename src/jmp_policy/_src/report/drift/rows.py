@@ -199,12 +199,14 @@ class ErrorBudget:
     def _absolute_errors(self, operands: Sequence[int]) -> list[float]:
         """The errors of operands; where one decides wrongly, what is taken is off by its own size."""
         values = sum(self._at(number).exact for number in operands if is_floating(self._nodes[number]))
-        return [
-            self._at(number).total
-            if is_floating(self._nodes[number]) or not values
-            else self._relative(number, self._at(number).total) * values
-            for number in operands
-        ]
+        errors = []
+        for number in operands:
+            error = self._at(number).total
+            if values and not is_floating(self._nodes[number]):
+                # The square of a mask of -1e30 is infinite.
+                error = self._relative(number, error) and self._relative(number, error) * values
+            errors.append(error)
+        return errors
 
     def inherited(self, number: int) -> float:
         """The sum of the squared errors that a node inherits; all where nothing is rounded."""

@@ -112,6 +112,11 @@ class Counter(NamedTuple):
         """What rounding adds, and counts."""
         return _counted_rounding(jax.lax.stop_gradient(x), dtype)
 
+    def of_derivative(self, derivative: jax.Array, dtype: str) -> Any:
+        """What is counted of an operand whose cotangent is multiplied by a number in half."""
+        _, (overflow, underflow), _ = self.rounded(jnp.abs(derivative), dtype)
+        return np.float32(0), (overflow, jnp.zeros_like(underflow)), jnp.zeros(derivative.shape, bool)
+
     def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value as it is; it passes another tap, at which c arrives."""
         return _with_error(x, rounded[0], self.square)
@@ -198,6 +203,10 @@ class Switch(NamedTuple):
     def rounded(self, x: jax.Array, dtype: str) -> Any:
         """The value, rounded."""
         return _rounded(x, dtype)
+
+    def of_derivative(self, derivative: jax.Array, dtype: str) -> Any:
+        """Nothing is rounded there that is not in the cotangent."""
+        return None
 
     def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value, rounded or not."""

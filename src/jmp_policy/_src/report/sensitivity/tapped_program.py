@@ -35,6 +35,8 @@ from jmp_policy._src.jaxpr.walk import size
 #: Operations whose operands may be broadcast along axes of size 1, which their transposes sum over.
 _BROADCASTING = HAVING[Trait.BROADCASTS]
 
+_POWERS = {"rsqrt": -0.5, "div": -1}
+
 _EXACT, _EXACT_TRANSPOSE = HAVING[Trait.EXACT], HAVING[Trait.EXACT_TRANSPOSE]
 
 
@@ -251,6 +253,12 @@ class TappedProgram(Interpreter):
             return list(map(Tapped, replay_equation(eqn, list(map(self._outside, values)))))
         group = self._group_of(where)
         arrays = [self._operand(value, eqn, place, group) for place, value in enumerate(values)]
+        factor = _derivative(eqn, arrays)
+        if factor is not None and self._is_asked(group):
+            sink, (place, derivative) = self._sinks[Sink(group, False)], factor
+            counts, array = sink.of_derivative(derivative, self._dtype), arrays[place]
+            if counts is not None:
+                arrays[place] = tap(Which(True, False, self._dtype), array, counts, sink.beside(array))
         if _adds_up_cotangents(eqn) and self._is_asked(group):
             outs = self._summed(eqn, arrays, group)
         elif holds_half(eqn):
@@ -332,6 +340,18 @@ class TappedProgram(Interpreter):
             for x, atom in zip(arrays, eqn.invars, strict=True)
         ]
         return self.bind(eqn, *full)
+
+
+def _derivative(eqn: Any, arrays: Sequence[Any]) -> tuple[int, Any] | None:
+    """An operand, and the number computed of it in half by which its cotangent is multiplied.
+
+    Of divisions and powers alone, whose derivative may be infinite where neither values nor cotangents are.
+    """
+    name, place = eqn.primitive.name, int(eqn.primitive.name == "div")
+    power = eqn.params["y"] if name == "integer_pow" else _POWERS.get(name)
+    if power is None or not _is_half_variable(eqn.invars[place]):
+        return None
+    return place, max(abs(power), 1) * arrays[place] ** (power - 1)
 
 
 def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, list[Any]]:
