@@ -150,8 +150,14 @@ class Loss:
             if framework is None or not framework.holds_arrays:
                 return value
             dtypes = (getattr(array, "dtype", None) for array in jax.tree.leaves(value))
-            is_frozen_in_half = any(map(is_half, dtypes)) and all(value is not model for model in trained)
-            return value if is_frozen_in_half else framework.wrap(value, rules)
+            if not any(map(is_half, dtypes)):
+                return framework.wrap(value, rules)
+            if all(value is not model for model in trained):
+                return value  # It is frozen.
+            raise ValueError(
+                f"{self.use} needs a model in float32, and {type(value).__name__} has half parameters. Give "
+                "it a copy: jmp_policy.nnx.cast_params(nnx.clone(model), 'float32')."
+            )
 
         params, (args, kwargs) = jax.tree.map(wrapped, (self.params, arguments), is_leaf=is_model)
         return dataclasses.replace(self, call=governed, params=params, args=args, kwargs=kwargs, rules=rules)
