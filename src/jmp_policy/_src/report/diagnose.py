@@ -331,9 +331,9 @@ def _distance(one: Any, other: Any) -> float:
     """The L2 norm of a difference; 0 for what is no numbers."""
     if not jax.numpy.issubdtype(one.dtype, jax.numpy.floating):
         return 0.0
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         difference = np.asarray(one, np.float64) - np.asarray(other, np.float64)
-    return float(np.sqrt(np.square(np.nan_to_num(difference)).sum()))
+        return float(np.sqrt(np.square(np.nan_to_num(difference)).sum()))
 
 
 def _lost_constant(found: Diagnosis, step: ReplayedEqn, is_zero: bool) -> LostConstant | None:

@@ -242,7 +242,7 @@ class Mending:
             in_order = self._cheap_first(progress.steps("trying rules", candidates), own, before)
             for rule, policy, share in in_order:
                 with contextlib.suppress(Exception):
-                    tried = self._tried(rule, policy, is_own=policy == own)
+                    tried = self._tried(rule, policy, policy == own)
                     self.tried.append(dataclasses.replace(tried, half_share=share))
                     if tried.error <= limit:
                         return

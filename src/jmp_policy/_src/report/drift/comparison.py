@@ -178,13 +178,12 @@ class TwinEvaluation(Interpreter):
         terms = walk.size(eqn.invars[0]) // max(walk.size(var), 1) if is_sum else 1
         note, argument = _NOT_INSIDE.get(calls.kind_of(eqn), ""), self._cast.get(id(eqn))
         dtype, adds = _computed_in(eqn, var), name in _ADDS
-        node, values = (
-            Node(site, name, dtype, terms, sources, rounds, adds, note, argument),
-            (half, wide, exact),
-        )
-        if id(eqn) in self._masked:
-            values = [jnp.where(exact < _MASKED, 0, value) for value in values]
-        return Twin(half, exact, self.recorder.add(node, *values, lost, twins))
+        node = Node(site, name, dtype, terms, sources, rounds, adds, note, argument)
+        seen = half, wide, exact
+        if id(eqn) in self._masked and jnp.issubdtype(dtype, jnp.floating):
+            hidden = exact < _MASKED
+            seen = tuple(jnp.where(hidden, 0, value) for value in seen)
+        return Twin(half, exact, self.recorder.add(node, *seen, lost=lost, operands=twins))
 
 
 def _runs_as_traced(eqn: Any) -> bool:

@@ -114,8 +114,8 @@ class Counter(NamedTuple):
 
     def of_derivative(self, derivative: jax.Array, dtype: str) -> Any:
         """What is counted of an operand whose cotangent is multiplied by a number in half."""
-        _, (overflow, underflow), _ = self.rounded(jnp.abs(derivative), dtype)
-        return np.float32(0), (overflow, jnp.zeros_like(underflow)), jnp.zeros(derivative.shape, bool)
+        _, (overflow, underflow), is_low = self.rounded(jnp.abs(derivative), dtype)
+        return np.float32(0), (overflow, jnp.zeros_like(underflow)), is_low
 
     def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value as it is; it passes another tap, at which c arrives."""
