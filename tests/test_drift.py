@@ -1630,7 +1630,7 @@ def test_masks_whose_square_is_infinite_and_that_half_values_decide():
         h = (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
         h = jnp.where(h < 0, -1e30, h)
         h = jnp.where(h < 0.5, -1e30, h)
-        return -jax.nn.log_softmax(h).max(-1).mean()
+        return jnp.exp(h).mean()
 
     w, x = jax.random.normal(jax.random.key(0), (16, 12)) / 4, jax.random.normal(jax.random.key(1), (32, 16))
     found = jmpp.drift(loss, w, x)

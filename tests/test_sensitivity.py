@@ -393,6 +393,8 @@ def test_a_teacher_that_is_frozen_in_half_stays_as_it_is():
         ValueError, match=r"NNXNet has half parameters\. Give it a copy: jmp_policy\.nnx\.cast"
     ):
         jmpp.sensitivity(lambda model, x: jnp.square(model(x)).mean(), frozen, X)
+    student.cache = nnx.Cache(jnp.zeros(4, jnp.bfloat16))  # It is no parameter.
+    assert jmpp.sensitivity(loss, student, frozen, X, probes=1).of("first") == found.of("first")
     copy = jmpp.nnx.cast_params(nnx.clone(frozen), "float32")
     assert jmpp.sensitivity(lambda model, x: jnp.square(model(x)).mean(), copy, X).rows
 

@@ -43,6 +43,10 @@ class Framework:
         """Returns a module that holds its arrays under a policy."""
         raise NotImplementedError
 
+    def has_half_params(self, module: Any) -> bool:
+        """Whether a parameter that a module holds has 16 bits or fewer."""
+        return False
+
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
         """Wraps a module inside a larger model of another framework.
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jmp_policy._src.core.dtypes import cast_floating
+from jmp_policy._src.core.dtypes import cast_floating, is_half
 from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan, stored_arrays
 from jmp_policy._src.flax.nnx.wrap_module import carried_out, copied_from, rules_of, wrap
 from jmp_policy._src.policy.frameworks import Framework
@@ -119,6 +119,11 @@ class NNXFramework(Framework):
     def wrap(self, module: Any, policy: Any) -> Any:
         """Puts a module under a policy."""
         return wrap(module, policy)
+
+    def has_half_params(self, module: Any) -> bool:
+        """Whether a Param of a module has 16 bits or fewer."""
+        params = (v for _, v in graph_nodes.variables(module) if isinstance(v, nnx.Param))
+        return any(is_half(dtype) for param in params for dtype in graph_nodes.dtypes(param))
 
     def wrap_part(self, module: Any, rules: Any) -> tuple[Any, Sequence[tuple[str, Any]]]:
         """Wraps a module inside a Linen model, whose parameters are cast to param dtype."""

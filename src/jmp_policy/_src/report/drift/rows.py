@@ -203,8 +203,8 @@ class ErrorBudget:
         for number in operands:
             error = self._at(number).total
             if values and not is_floating(self._nodes[number]):
-                # The square of a mask of -1e30 is infinite.
-                error = self._relative(number, error) and self._relative(number, error) * values
+                wrong = self._relative(number, error)
+                error = wrong * values if wrong else 0.0  # The square of a mask of -1e30 is infinite.
             errors.append(error)
         return errors
 

@@ -149,8 +149,7 @@ class Loss:
             framework = framework_of(value)
             if framework is None or not framework.holds_arrays:
                 return value
-            dtypes = (getattr(array, "dtype", None) for array in jax.tree.leaves(value))
-            if not any(map(is_half, dtypes)):
+            if not framework.has_half_params(value):
                 return framework.wrap(value, rules)
             if all(value is not model for model in trained):
                 return value  # It is frozen.
