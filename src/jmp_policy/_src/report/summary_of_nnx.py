@@ -27,7 +27,7 @@ def described(
 ) -> tuple[str, PolicyMap, list[Any], Any]:
     """The name, rules, rows (as arguments of `make_row`) and jaxpr, from a trace of a call."""
     if policy is None:
-        policy = wrap_module.rules_of(model) or wrap_module.rules_of(wrap_module.copied_from(model))
+        policy = wrap_module.rules_of(model)
     if policy is None:
         raise TypeError("summary needs a policy for an NNX module: summary(model, 'mixed_float16', inputs).")
     rules = as_policy_map(policy, graph_nodes.name_of(model))

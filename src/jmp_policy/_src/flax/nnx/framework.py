@@ -12,7 +12,7 @@ from flax import nnx
 
 from jmp_policy._src.core.dtypes import cast_floating, is_half
 from jmp_policy._src.flax.nnx import graph_nodes, layers, plan_errors, precision_plan, stored_arrays
-from jmp_policy._src.flax.nnx.wrap_module import carried_out, copied_from, rules_of, wrap
+from jmp_policy._src.flax.nnx.wrap_module import carried_out, rules_of, wrap
 from jmp_policy._src.policy.frameworks import Framework
 from jmp_policy._src.policy.patterns import path_text
 from jmp_policy._src.policy.policy import Policy
@@ -143,7 +143,11 @@ class NNXFramework(Framework):
         """Returns a context manager in which modules that `nnx.merge` makes name scopes."""
         from jmp_policy._src.flax.nnx.states import naming_merged
 
-        return naming_merged(lambda node: _in_trial(copied_from(node)))
+        def trial_of(node: Any) -> Callable[[Any], Any] | None:
+            rules = rules_of(node)  # What dtypes the layers were made with, which some keep, is forgotten.
+            return None if rules is None or rules.keep_module_dtypes else _in_trial(node)
+
+        return naming_merged(trial_of)
 
 
 FRAMEWORK = NNXFramework()

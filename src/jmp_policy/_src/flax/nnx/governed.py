@@ -33,7 +33,7 @@ from jmp_policy._src.flax.nnx.governed_calls import CLASSES, RUNS, Run, subclass
 from jmp_policy._src.flax.nnx.graph_nodes import governed_methods, specification
 from jmp_policy._src.policy import half_errors
 from jmp_policy._src.policy.module_precision import GovernedCall, ModulePrecision, shapes_of
-from jmp_policy._src.policy.rules import wants_fp32_weight_grads
+from jmp_policy._src.policy.rules import PolicyMap, wants_fp32_weight_grads
 from jmp_policy._src.products.functions import stand_in
 from jmp_policy._src.weight_grads import param_casts, transform
 
@@ -46,11 +46,13 @@ class Specification:
       precision: its policy, and whether it is a float32 island.
       policy_changes: whether the code around it is under another policy, so that the output dtype applies.
       methods: the methods that are governed, as far as the class has them.
+      rules: of a model as a whole, those that it was wrapped with; None for its parts.
     """
 
     precision: ModulePrecision
     policy_changes: bool
     methods: tuple[str, ...]
+    rules: PolicyMap | None = None
 
 
 def governed_class(bare: type, spec: Specification) -> type:

@@ -6,7 +6,6 @@ written by hand, and so do its programs.
 """
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -63,33 +62,19 @@ def wrap(module: M, policy: PolicyMapLike, *, methods: Sequence[str] = ()) -> M:
     for planned in plan.modules.values():
         if _is_never_cast(planned.module, plan.methods):
             warnings.warn(plan_errors.never_cast(planned.module), UserWarning, stacklevel=2)
-    new = carried_out(plan)
-    _remember_rules(new, plan.rules)
+    new = carried_out(plan, plan.rules)
     if any(graph_nodes.own_specification(part) for _, part in nnx.iter_modules(module)):
         plan_errors.check_nothing_is_lost(module, plan)
     return new
 
 
-#: Identity of a wrapped model -> (reference to it, its rules). Not an attribute: see `layers._OVERRULED`.
-_RULES: dict[int, tuple[Any, PolicyMap]] = {}
-
-
-def _remember_rules(model: nnx.Module, rules: PolicyMap) -> None:
-    key = id(model)
-    _RULES[key] = weakref.ref(model, lambda _: _RULES.pop(key, None)), rules
-
-
 def rules_of(node: Any) -> PolicyMap | None:
-    """The rules that this very model was wrapped with; None for others, parts of it and copies."""
-    reference, rules = _RULES.get(id(node), (lambda: None, None))
-    return rules if reference() is node else None
+    """The rules that this model was wrapped with, or what it is a copy of.
 
-
-def copied_from(copy: Any) -> Any:
-    """A wrapped model whose graph definition a node shares, as what `nnx.merge` makes does; None without."""
-    models = [model for reference, _ in list(_RULES.values()) if (model := reference()) is not None]
-    graph = nnx.graphdef(copy) if models else None
-    return next((model for model in models if nnx.graphdef(model) == graph), None)
+    None for others, parts of a model, and a layer alone that follows by its settings.
+    """
+    spec = graph_nodes.own_specification(node)
+    return None if spec is None else spec.rules
 
 
 def _checked(methods: Any) -> tuple[str, ...]:
@@ -109,12 +94,13 @@ def _is_never_cast(module: nnx.Module, methods: tuple[str, ...]) -> bool:
     return not has_method and next(graph_nodes.own_params(module), None) is not None
 
 
-def carried_out(plan: Plan) -> Any:
-    """Makes every module of the copied model follow its policy; gives the model."""
+def carried_out(plan: Plan, rules: PolicyMap | None = None) -> Any:
+    """Makes every module of the copied model follow its policy; gives the model, which keeps the rules."""
     for planned in plan.modules.values():
         _set(planned, plan)
         if _needs_class(planned, plan):
-            spec = Specification(planned.precision, planned.policy_changes, plan.methods)
+            known = rules if planned.module is plan.model else None
+            spec = Specification(planned.precision, planned.policy_changes, plan.methods, known)
             cls = governed_class(type(planned.module), spec)
             object.__setattr__(planned.module, "__class__", cls)
     return plan.model
