@@ -2,10 +2,12 @@
 
 import io
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jmp_policy as jmpp
 from jmp_policy._src.api import command_line
@@ -242,3 +244,19 @@ def test_a_nan_that_jax_looks_for_is_what_a_report_finds(mode):
         with pytest.raises(ValueError, match="not finite even where nothing is rounded"):
             jmpp.recommend(lambda w, x: jnp.log(-loss(w, x)), W, X)
         assert getattr(jax.config, mode)
+
+
+@pytest.mark.parametrize("report", [jmpp.diagnose, jmpp.gradient_spectrum])
+def test_a_warning_of_the_model_is_shown_once(report):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x) @ self.linear.kernel[:].T
+
+    model, x = jmpp.wrap(Net(nnx.Rngs(0)), "mixed_float16"), jnp.ones((4, 8))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        report(lambda model: jnp.square(model(x)).mean(), model)
+    assert ["runs in float32" in str(warning.message) for warning in shown] == [True]

@@ -1,6 +1,7 @@
 """Shows on a terminal how far a report is, once it has taken five seconds, and ends it early on Ctrl-C.
 
-It also keeps `jax_debug_nans` from ending a report: a NaN in what is run is its finding.
+It also keeps `jax_debug_nans` from ending a report: a NaN in what is run is its finding. And it shows equal
+warnings once: a report traces its function several times.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import contextvars
 import dataclasses
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -48,11 +50,25 @@ def showing(report: str) -> Iterator[None]:
     token, missing = _CURRENT.set(running), MISSING.set(())
     try:
         line = _line(running) if sys.stderr.isatty() else contextlib.nullcontext()
-        with line, jax.debug_nans(False), jax.debug_infs(False):
+        with line, _each_warning_once(), jax.debug_nans(False), jax.debug_infs(False):
             yield
     finally:
         _CURRENT.reset(token)
         MISSING.reset(missing)
+
+
+@contextlib.contextmanager
+def _each_warning_once() -> Iterator[None]:
+    seen, show = set[Any](), warnings.showwarning
+
+    def once(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        if (known := (str(message), filename, lineno)) not in seen:
+            seen.add(known)
+            show(message, category, filename, lineno, *rest)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = once
+        yield
 
 
 @contextlib.contextmanager

@@ -73,19 +73,19 @@ def gradient_spectrum(
     loss_scale = as_loss_scale(scale)
     trained = function.trained_by("gradient_spectrum")
 
-    params = [function.arrays[i] for i in trained]
-    names, out = (
-        _traced_taps(function, lambda out: split_loss(out, has_aux)[0]) if activations else ([], None)
-    )
-    state = SpectrumState.zeros(_trained_paths(function), names)
-    counted = _counted_gradient(function.of_params, has_aux, out)
-
-    def run(scale: Any, state: SpectrumState, params: Any, arrays: Any) -> SpectrumState:
-        return counted(scale, state, params, arrays)[1]
-
+    params, names = [function.arrays[i] for i in trained], list[str]()
     try:
         with progress.showing("gradient_spectrum"):
             progress.step("compiling and running")
+            out = None
+            if activations:
+                names, out = _traced_taps(function, lambda out: split_loss(out, has_aux)[0])
+            counted = _counted_gradient(function.of_params, has_aux, out)
+
+            def run(scale: Any, state: SpectrumState, params: Any, arrays: Any) -> SpectrumState:
+                return counted(scale, state, params, arrays)[1]
+
+            state = SpectrumState.zeros(_trained_paths(function), names)
             state = compiled_quickly(run)(loss_scale, state, params, function.arrays)
     except (NotImplementedError, jax.errors.UnexpectedTracerError) as error:
         if not names:
