@@ -533,3 +533,23 @@ def test_products_alone_are_in_half_with_weight_gradients_in_float32_where_both_
     in_half = "params=float32,compute=bfloat16,output=float32,grad=float32"
     assert found.policy == jmpp.PolicyMap("float32", {nn.Dense: in_half})
     assert (found.half_share, found.fits) == (1.0, True)
+
+
+@pytest.mark.slow
+def test_cotangents_that_overflow_where_a_relu_multiplies_them_by_0_do_no_harm():
+    class Fog(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(x), nn.relu(nn.Dense(8, bias_init=nn.initializers.constant(-100))(x))
+
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    params = Fog().init(jax.random.key(1), x)
+
+    def loss_fn(params, x):
+        colour, density = Fog().apply(params, x)
+        return jnp.square(colour * jnp.exp(-density * 1e10) - x).mean()
+
+    assert jmpp.sensitivity(loss_fn, params, x).rows[0].gradient_overflow
+    found = jmpp.recommend(loss_fn, params, x)
+    assert found.policy == jmpp.PolicyMap("mixed_float16")
+    assert found.rows[0].predicted == found.measured < 1e-2

@@ -35,8 +35,8 @@ class RecommendationRow:
       policy: text of the policy.
       reason: why.
       predicted: relative error of the gradient that the modules it is about would bring in half; infinite
-        where a value overflows, 0 where it is not known, and of a default alone what was measured in the
-        place of what first order does not see.
+        where a value overflows, 0 where it is not known, and of the default what was measured in the place of
+        what first order does not see.
     """
 
     pattern: str
@@ -71,9 +71,15 @@ class Choice(NamedTuple):
         return max(self.half, key=lambda path: self.found.own[path].gradient, default=None)
 
 
+def without_half(found: Effects, paths: Collection[str]) -> Choice:
+    """The modules that cannot compute in half."""
+    reason = "JAX has no Fourier transforms and no linear algebra of half arrays"
+    return Choice(found, dict.fromkeys(paths, reason))
+
+
 def needing_float32(found: Effects, not_half: Collection[str]) -> Choice:
     """The modules in which something overflows, or whose inputs do, and those that cannot compute in half."""
-    reasons = dict.fromkeys(not_half, "JAX has no Fourier transforms and no linear algebra of half arrays")
+    reasons = without_half(found, not_half).reasons
     for path, own in found.own.items():
         enters = found.alone[path].overflow
         if own.overflow or own.gradient_overflow or enters:

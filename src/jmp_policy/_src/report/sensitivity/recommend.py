@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jmp_policy._src.core.dtype_words import parse_dtype
+from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, percent, plain
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
@@ -254,8 +255,13 @@ def _in(
         return choice, rules, _error(loss, rules, scale, exact)
 
     least, kinds = chosen.needing_float32(seen, traced.in_float32), product_layers(traced.modules.values())
-    choice, rules, measured = run(chosen.within(least, budget))
-    is_known = is_smooth
+    able, is_known = chosen.without_half(seen, traced.in_float32), is_smooth
+    if least != able and (found := run(able))[2] <= budget:
+        # What overflows does no harm: cotangents that a relu multiplies by 0.
+        least, is_known = able, False
+        choice, rules, measured = found
+    else:
+        choice, rules, measured = run(chosen.within(least, budget))
     is_narrow = choice != least and _gains(loss, rules, None)["half_share"] < _MOSTLY
     if kinds and (measured > budget or is_narrow):
         with progress.interruptible("float32 for weight gradients alone was not tried"):
@@ -298,8 +304,8 @@ def _in(
                     rules, measured, predicted = changed, error, math.nan
                     rows = chosen.rows_of(choice, rules)
                     break
-    if not is_known and len(rows) == 1:
-        rows = [dataclasses.replace(rows[0], predicted=measured)]
+    if not is_known and is_half(rules.default.compute_dtype):
+        rows[0] = dataclasses.replace(rows[0], predicted=measured)
     return Recommendation(
         function=seen.name,
         dtype=dtype,
