@@ -684,3 +684,5 @@ def test_nnx_other_parameters_and_variables_that_appear():
         jmpp.nnx.accumulate_gradients(nnx_loss, 4)(SCALE, lora, X, Y)
     with pytest.raises(ValueError, match=r"added Variables to the module or removed some \(\['hidden'\]"):
         jmpp.nnx.accumulate_gradients(nnx_loss, 4)(SCALE, Net(nnx.Rngs(0), sows=True), X, Y)
+    with pytest.raises(TypeError, match="splits all that comes after the model, and Net is a module"):
+        jmpp.nnx.accumulate_gradients(nnx_loss, 4)(SCALE, Net(nnx.Rngs(0)), X, Net(nnx.Rngs(0)))

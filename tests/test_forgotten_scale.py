@@ -395,10 +395,10 @@ def test_two_optimizers_in_two_programs_each_vouch_for_themselves():
         trace(tx.update, g, state, PARAMS)
 
 
-def divided(gradient):
+def divided(gradient, divide=lambda g, scale: g / scale):
     def by_hand(state, params, x=X):
         scale = jmpp.optim.get_loss_scale_state(state).loss_scale
-        return jax.tree.map(lambda g: g / scale.loss_scale, gradient(state, params, x))
+        return jax.tree.map(lambda g: divide(g, scale.loss_scale), gradient(state, params, x))
 
     return by_hand
 
@@ -408,6 +408,37 @@ def clipped_right(state, params, x=X):
     scale = jmpp.optim.get_loss_scale_state(state).loss_scale
     clip = optax.clip_by_global_norm(1.0)
     return scale.scale(clip.update(scale.unscale(good(state, params, x)), optax.EmptyState())[0])
+
+
+def clipped_by_true_norm(state, params, x=X):
+    grads, scale = good(state, params, x), jmpp.optim.get_loss_scale_state(state).loss_scale.loss_scale
+    norm = optax.tree.norm(grads) / scale
+    return jax.tree.map(lambda g: jnp.where(norm > 1, g / norm, g), grads)
+
+
+REPAIRED = {
+    "optax": lambda g: optax.zero_nans().update(g, optax.EmptyState())[0],
+    "isfinite": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), g),
+    "isnan": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isnan(x) | jnp.isinf(x), 0, x), g),
+    "all": lambda g: jmpp.select_tree(jmpp.all_finite(g), g, jax.tree.map(jnp.zeros_like, g)),
+}
+
+
+@pytest.mark.parametrize("repair", REPAIRED.values(), ids=REPAIRED)
+def test_gradients_in_which_what_is_not_finite_is_replaced_draw_a_warning(repair):
+    with pytest.warns(UserWarning, match="tested for NaN and infinities: .* sees no overflow"):
+        in_jit(lambda s, p, x: repair(good(s, p, x)), optimizer())
+
+
+@pytest.mark.parametrize("factor", [lambda scale: 64.0, lambda scale: scale.loss_scale])
+def test_a_loss_times_the_number_of_a_static_scale_is_no_mistake(factor):
+    scale = jmpp.StaticLossScale(64.0)
+
+    def gradient(state, params, x=X):
+        return jax.grad(lambda params: factor(scale) * loss_fn(params, x))(params)
+
+    with warnings.catch_warnings(action="ignore"):  # Of a closed-over array its value is not looked at.
+        in_jit(gradient, jmpp.loss_scaled(optax.sgd(0.1), scale))
 
 
 @pytest.mark.slow
@@ -427,14 +458,20 @@ def test_gradients_that_were_clipped_or_divided_with_the_scale_in_them_draw_a_wa
         optax.normalize_by_update_norm(),
         optax.scale_by_adam(),
         optax.trace(0.9),
-        optax.zero_nans(),
     ):
         with pytest.warns(UserWarning, match="gradients that optax has clipped"):
             in_jit(good, optax.chain(optax.masked(before, True), optimizer()))
-    for gradient in (divided(good), lambda s, *args: s.loss_scale.unscale(good(s, *args))):
+    for gradient in (
+        divided(good),
+        divided(good, lambda g, scale: g * (1 / scale)),
+        divided(good, lambda g, scale: g * jnp.reciprocal(scale)),
+        divided(good, lambda g, scale: g / (scale * 2) * 2),
+        lambda s, *args: s.loss_scale.unscale(good(s, *args)),
+    ):
         with pytest.warns(UserWarning, match="divided by the loss scale already"):
             in_jit(gradient, optimizer())
     in_jit(clipped_right, optimizer())
+    in_jit(clipped_by_true_norm, optimizer())
     for before in (
         optax.scale(0.5),
         optax.centralize(),

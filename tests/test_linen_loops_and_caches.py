@@ -58,6 +58,27 @@ def test_outside_of_loops_results_are_half_whatever_came():
     assert model.init_with_output(jax.random.key(0), X)[0].dtype == jnp.float16
 
 
+@pytest.mark.parametrize("rule", ["p=f32,c=f32,o=f16", "p=f32,c=f16,o=f32"])
+@pytest.mark.parametrize("start", [zeros, lambda: jnp.zeros((3, 8), jnp.float16)], ids=["float32", "half"])
+def test_carries_of_a_cell_whose_rule_has_another_output_dtype(start, rule):
+    class Cell(nn.Module):
+        @nn.compact
+        def __call__(self, carry, x):
+            h = jnp.tanh(nn.Dense(8)(jnp.concatenate([carry, x], -1)))
+            return h, h
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(Cell, variable_broadcast="params", split_rngs={"params": False})
+            return scan(name="cell")(start(), nn.Dense(8)(jnp.stack([x, x])))[1]
+
+    # Under float32 a half carry is float32's to promote.
+    for default in ("mixed_float16", *["float32"] * (start is zeros)):
+        model = jmpp.wrap(Net(), jmpp.PolicyMap(default, {"cell": rule}))
+        assert model.init_with_output(jax.random.key(0), X)[0].dtype == jnp.float32
+
+
 FAILING = {
     "carry": lambda dense, h: lax.scan(lambda c, x: (2 * x, None), zeros()[0], h)[0],
     "branches": lambda dense, h: lax.cond(True, lambda: h, zeros),

@@ -146,6 +146,10 @@ def test_train_state_refuses_what_is_wired_wrongly():
         with pytest.raises(ValueError, match=r"Net is wrapped already.*precision=Precision\(rules\)"):
             started(precision, apply_fn=jmpp.wrap(Net(), rules).apply)
     started(jmpp.Precision(rules), apply_fn=jmpp.wrap(Net(), rules).apply)
+    half = jax.tree.map(jnp.float16, Net().init(jax.random.key(0), X)["params"])
+    with pytest.raises(ValueError, match=r"'BatchNorm_0/bias' is float16, .* keeps parameters in float32"):
+        started(params=half)
+    started({"policy": "fp16", "rules": {"Dense_0": "p=f16,c=f16"}}, params=half)
 
 
 class WithCache(jmpp.linen.TrainState):
@@ -240,4 +244,28 @@ def test_nnx_optimizer_refuses_what_is_wired_wrongly():
     with pytest.raises(ValueError, match="has a loss scale already"):
         jmpp.nnx.Optimizer(jmpp.wrap(bare, "float32"), lines_tx(), wrt=nnx.Param, precision="no")
     wrapped = jmpp.nnx.wrap(bare, "mixed_bfloat16", methods=["__call__"])
-    jmpp.nnx.Optimizer(wrapped, optax.sgd(0.1), wrt=nnx.Param, precision="bf16")
+    optimizer = jmpp.nnx.Optimizer(wrapped, optax.sgd(0.1), wrt=nnx.Param, precision="bf16")
+    with pytest.raises(ValueError, match="of a wrapped model, and NNXNet is not wrapped"):
+        optimizer.minimize(nnx_loss, bare, X)
+    with pytest.raises(ValueError, match=r"NNXNet is wrapped already, under .*compute=bfloat16"):
+        jmpp.nnx.Optimizer(wrapped, optax.sgd(0.1), wrt=nnx.Param, precision="fp16")
+
+
+def test_minimize_keeps_the_state_of_all_models_on_a_skipped_step():
+    precision = jmpp.from_config("fp16")
+    model, other = (precision.wrap(NNXNet(nnx.Rngs(i))) for i in range(2))
+    optimizer = jmpp.nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param, precision=precision)
+    before = nnx.to_pure_dict(nnx.state(other))
+    optimizer.minimize(
+        lambda model, x, others: nnx_loss(model, x) + nnx_loss(*others, x), model, BAD, [other]
+    )
+    assert int(jmpp.metrics(optimizer)["skipped_steps"]) == 1
+    assert_equal(before, nnx.to_pure_dict(nnx.state(other)))
+
+
+def test_minimize_gives_the_loss_to_the_optimizer():
+    precision = jmpp.from_config("bf16")
+    model = precision.wrap(NNXNet(nnx.Rngs(0)))
+    optimizer = jmpp.nnx.Optimizer(model, optax.polyak_sgd(), wrt=nnx.Param, precision=precision)
+    losses = [optimizer.minimize(nnx_loss, model, X) for _ in range(2)]
+    assert losses[1] < losses[0]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import flax.nnx as nnx
+import jax
 
 from jmp_policy._src.api.precision import Precision, check_one_loss_scale, from_config
 from jmp_policy._src.flax.nnx.framework import policy_of
@@ -28,8 +29,8 @@ class Optimizer(nnx.Optimizer):
       graph: as for `nnx.Optimizer`.
 
     Raises:
-      TypeError, ValueError: for what is no precision; for a model that is not wrapped; for a `tx` that has a
-        loss scale already.
+      TypeError, ValueError: for what is no precision; for a model that is not wrapped, or under another
+        policy; for a `tx` that has a loss scale already.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -50,6 +51,7 @@ class Optimizer(nnx.Optimizer):
         self, model: nnx.Module, tx: Transformation, *, wrt: Any, precision: Any, graph: bool | None = None
     ):
         _check_wrapped(model, precision)
+        self._has_policy = _has_policy(model)
         super().__init__(model, from_config(precision).loss_scaled(tx), wrt=wrt, graph=graph)
         check_one_loss_scale(self)
 
@@ -62,12 +64,17 @@ class Optimizer(nnx.Optimizer):
 
         Returns:
           A function `(model, *args, **kwargs) -> (value, grads)`: the loss as it is, and gradients for
-          `update`.
+          `update`. It raises ValueError for the model as it was before it was wrapped.
         """
         options.setdefault("argnums", nnx.DiffState(0, self.wrt))
         gradient = scaled_value_and_grad(fun, **options)
 
         def value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
+            if self._has_policy and isinstance(args[0], nnx.Module) and not _has_policy(args[0]):
+                raise ValueError(
+                    f"This optimizer is of a wrapped model, and {type(args[0]).__name__} is not wrapped: it "
+                    "computes as it was written. Pass the wrapped model, which shares its Variables."
+                )
             return gradient(self, *args, **kwargs)
 
         return value_and_scaled_grad
@@ -75,31 +82,43 @@ class Optimizer(nnx.Optimizer):
     def minimize(
         self, fun: Callable[..., T], model: nnx.Module, *args: Any, has_aux: bool = False, **kwargs: Any
     ) -> T:
-        """Trains one step: gradients, update, and on a skipped step all of the model's state as it was.
+        """Trains one step: gradients, update, and on a skipped step all state of models as it was.
 
         Args:
           fun: the loss function. It takes the model, and returns a scalar, or `(loss, aux)` with `has_aux`.
           model: the model.
-          args, kwargs: further arguments of the loss function.
+          args, kwargs: further arguments of the loss function, other models too.
           has_aux: whether the loss function returns something beside the loss.
 
         Returns:
-          The loss as it is, or `(loss, aux)`.
+          The loss as it is, or `(loss, aux)`. The optimizer is given it as `value`, as some of optax need.
+
+        Raises:
+          TypeError: for a model in the place of the loss function.
+          ValueError: for the model as it was before it was wrapped.
         """
         if isinstance(fun, nnx.Module):
             raise TypeError(
                 f"minimize takes the loss function first: minimize(loss_fn, model); got {type(fun)}."
             )
-        with keep_state_on_skip(self, model):
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module))
+        with keep_state_on_skip(self, model, *(x for x in leaves if isinstance(x, nnx.Module))):
             value, grads = self.value_and_grad(fun, has_aux=has_aux)(model, *args, **kwargs)
-            self.update(model, grads)
+            loss: Any = value
+            self.update(model, grads, value=loss[0] if has_aux else loss)
         return value
 
 
+def _has_policy(model: nnx.Module) -> bool:
+    return any(policy_of(module) is not None for _, module in nnx.iter_modules(model))
+
+
 def _check_wrapped(model: Any, precision: Any) -> None:
-    if any(policy_of(module) is not None for _, module in nnx.iter_modules(model)):
-        return
-    if nnx.graphdef(from_config(precision).wrap(model)) != nnx.graphdef(model):
+    is_governed = policy_of(model) is not None
+    if not is_governed and _has_policy(model):
+        return  # A part of it is.
+    made = from_config(precision).wrap(model)  # Raises where it is under another policy.
+    if not is_governed and nnx.graphdef(made) != nnx.graphdef(model):
         is_made = isinstance(precision, Precision)
         made = "" if is_made else f"precision = jmp_policy.from_config({precision!r}); "
         raise ValueError(

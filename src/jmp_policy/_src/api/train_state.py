@@ -4,15 +4,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import flax.linen as nn
+import jax
 from flax.training import train_state
 
 from jmp_policy._src.api.precision import check_one_loss_scale, from_config
+from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.flax.linen.framework import intercept
 from jmp_policy._src.loss_scaling.metrics import grads_finite
 from jmp_policy._src.loss_scaling.selection import select_tree
 from jmp_policy._src.loss_scaling.state import Transformation
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad
+from jmp_policy._src.policy.rules import PolicyMap, policies_of
 
 S = TypeVar("S", bound="TrainState")
 
@@ -56,7 +59,8 @@ class TrainState(train_state.TrainState):
 
         Raises:
           TypeError, ValueError: for what is no precision, and a model as `apply_fn`; for a `tx` that has a
-            loss scale already, and a model that is wrapped already, under another policy.
+            loss scale already, and a model that is wrapped already, under another policy; for parameters in
+            half where no policy has such.
         """
         if isinstance(apply_fn, nn.Module):
             raise TypeError("apply_fn is a function: write apply_fn=model.apply in place of the model.")
@@ -66,6 +70,7 @@ class TrainState(train_state.TrainState):
             governed = getattr(precision.wrap(module), apply_fn.__name__)
         else:
             governed = intercept(precision.policy)(apply_fn)
+        _check_params(params, precision.policy)
         tx = precision.loss_scaled(tx)
         state = super().create(apply_fn=governed, params=params, tx=tx, **kwargs)
         check_one_loss_scale(state.opt_state)
@@ -117,3 +122,16 @@ class TrainState(train_state.TrainState):
                 ) from error
 
         return new.replace(params=kept("params"), **{name: kept(name) for name in kwargs})
+
+
+def _check_params(params: PyTree, rules: PolicyMap) -> None:
+    if any(is_half(policy.param_dtype) for policy in policies_of(rules)):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if is_half(getattr(leaf, "dtype", None)):
+            raise ValueError(
+                f"The parameter {jax.tree_util.keystr(path, simple=True, separator='/')!r} is {leaf.dtype}, "
+                f"and the policy {str(rules.default)!r} keeps parameters in float32: half ones lose small "
+                "updates. Initialise the model with float32 parameters (param_dtype). Of those that are "
+                "not trained, a rule says so: {'base': 'p=bf16, c=bf16'}."
+            )

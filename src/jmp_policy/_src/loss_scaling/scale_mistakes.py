@@ -16,7 +16,7 @@ import numpy as np
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import compat
-from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass, transposes
+from jmp_policy._src.jaxpr.data_flow import Ancestors, ancestors, ends_backward_pass, transposes
 from jmp_policy._src.jaxpr.jax_sources import directory_of
 from jmp_policy._src.jaxpr.source_lines import source_line
 from jmp_policy._src.loss_scaling.gradient_changes import are_changed
@@ -184,7 +184,7 @@ def _is_multiplied(division: Division, uses: Any) -> bool | None:
     1. the trace has inputs, other than parameters and state, in the shapes of all gradients: these may have
        been computed from them after the backward pass (clipped, preconditioned);
     2. one of these inputs is a number, by which they may have been multiplied then;
-    3. the scale never changes, and is a constant of the program.
+    3. the scale never changes, and is a constant of the program, or an input may be it.
     """
     of_grads, of_scale = ancestors(division.grads), ancestors(division.scale)
     if of_grads.meet(of_scale):
@@ -194,9 +194,19 @@ def _is_multiplied(division: Division, uses: Any) -> bool | None:
         return None
     if getattr(division.initial, "never_changes", False):
         fixed = division.initial.loss_scale
-        if not isinstance(fixed, jax.core.Tracer) and float(fixed) in uses.constants:
-            return None
+        if not isinstance(fixed, jax.core.Tracer):
+            if any(_multiplies_by(node, float(fixed)) for node in of_grads.nodes.values()):
+                return True
+            if float(fixed) in uses.constants or any(map(_may_be_scale, _foreign(of_grads, division))):
+                return None
     return None if _may_be_inputs(division) else False
+
+
+def _multiplies_by(node: Any, number: float) -> bool:
+    """Whether a value is a product with a number."""
+    _, eqn, operands = compat.traced_by(node) or (None, None, ())
+    numbers = map(compat.number_of, operands if eqn and eqn.primitive.name == "mul" else ())
+    return any(found is not None and found.shape == () and found == number for found in numbers)
 
 
 def _take_one(uses: Any, scales: Any, state: Any) -> bool:
@@ -215,37 +225,85 @@ def _may_be_inputs(division: Division) -> bool:
 
     Only what happens after the backward pass counts.
     """
-    own = ancestors((division.params, division.state)).nodes
-    near = ancestors(division.grads, stop=ends_backward_pass)
-    inputs = [x for x in near.inputs if id(x) not in own]
-    may_be_scales = any(x.shape == () and jnp.issubdtype(x.dtype, jnp.inexact) for x in inputs)
+    inputs = _foreign(ancestors(division.grads, stop=ends_backward_pass), division)
     shapes = collections.Counter(map(np.shape, inputs))
-    return may_be_scales or collections.Counter(map(np.shape, jax.tree.leaves(division.grads))) <= shapes
+    are_gradients = collections.Counter(map(np.shape, jax.tree.leaves(division.grads))) <= shapes
+    return are_gradients or any(map(_may_be_scale, inputs))
+
+
+def _foreign(of_grads: Ancestors, division: Division) -> list[Any]:
+    """The inputs behind gradients that are neither parameters nor of the optimizer's state."""
+    own = ancestors((division.params, division.state)).nodes
+    return [x for x in of_grads.inputs if id(x) not in own]
+
+
+def _may_be_scale(x: Any) -> bool:
+    return x.shape == () and jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _changed_while_scaled(division: Division) -> str | None:
-    """What to say of gradients that were clipped or divided between backward pass and update.
+    """What to say of gradients that were clipped, divided or repaired between backward pass and update.
 
     Who clips and divides, and multiplies by the scale again, is right.
     """
-    near = ancestors(division.grads, stop=ends_backward_pass)
-    scales = {id(traced[0]) for x in jax.tree.leaves(division.scale) if (traced := compat.traced_by(x))}
+    near, scales = ancestors(division.grads, stop=ends_backward_pass), _arrays_of(division.scale)
     # Parameters that weight decay adds may come of an earlier update in the same program.
     earlier = ancestors(division.params).nodes
-    divides = multiplies = False
-    for node in [node for key, node in near.nodes.items() if key not in earlier]:
-        _, eqn, operands = compat.traced_by(node) or (None, None, ())
-        name = eqn and eqn.primitive.name
-        if name in _DIVISOR:
-            divides |= _is_cast_of(operands[_DIVISOR[name]], scales)
-        elif name == "mul":
-            multiplies |= any(_is_cast_of(x, scales) for x in operands)
+    if any(_tests_finiteness(node) for key, node in near.nodes.items() if key not in earlier):
+        return _REPAIRED
     if scales.isdisjoint(near.nodes):
         since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
         if any(map(_depends_on_size, since)):
             return _CLIPPED.format("optax has")
         return _CLIPPED.format("were") if are_changed(division.grads, division.params) else None
-    return _DIVIDED if divides and not multiplies else None
+    divides = any(_power(grad, scales, earlier) < 0 for grad in jax.tree.leaves(division.grads))
+    return _DIVIDED if divides else None
+
+
+def _arrays_of(scale: Any) -> set[int]:
+    """The traced arrays of a loss scale, by identity."""
+    return {id(traced[0]) for x in jax.tree.leaves(scale) if (traced := compat.traced_by(x))}
+
+
+def _tests_finiteness(node: Any) -> bool:
+    """Whether a value says what of another one is not finite; NaN is what differs from itself."""
+    traced = compat.traced_by(node)
+    if traced is None or traced[1] is None:
+        return False
+    name, operands = traced[1].primitive.name, traced[2]
+    return name in ("is_finite", "all_finite") or (name == "ne" and operands[0] is operands[1])
+
+
+def _power(gradient: Any, scales: set[int], earlier: Any) -> int:
+    """How often the scale has multiplied a gradient since its backward pass, less how often it divided it."""
+    power, traced = 0, compat.traced_by(gradient)
+    while traced is not None and traced[1] is not None and not ends_backward_pass(traced[1]):
+        _, eqn, operands = traced
+        powers = [_power_in_factor(x, scales) for x in operands]
+        if eqn.primitive.name in _DIVISOR:
+            power -= powers[_DIVISOR[eqn.primitive.name]]
+        elif eqn.primitive.name == "mul":
+            power += sum(powers)
+        rest = [x for x, is_scale in zip(operands, powers, strict=True) if not is_scale]
+        known = [x for x in rest if (own := compat.traced_by(x)) is not None and id(own[0]) not in earlier]
+        traced = compat.traced_by(max(known, key=np.size, default=None))
+    return power
+
+
+def _power_in_factor(x: Any, scales: set[int]) -> int:
+    """1 for a loss scale that was cast or multiplied by a number, -1 for 1 / scale; 0 for another factor."""
+    power = 1
+    while (traced := compat.traced_by(x)) is not None and id(traced[0]) not in scales:
+        _, eqn, operands = traced
+        places = [i for i, operand in enumerate(operands) if compat.number_of(operand) is None]
+        if len(places) != 1:
+            return 0
+        if eqn.primitive.name == "integer_pow":
+            power *= eqn.params["y"]
+        elif eqn.primitive.name == "div" and places == [1]:
+            power = -power
+        x = operands[places[0]]
+    return power if traced is not None else 0
 
 
 def warn_if_scaled(products: Sequence[tuple[Any, Sequence[Any]]], scale: Any) -> None:
@@ -255,19 +313,10 @@ def warn_if_scaled(products: Sequence[tuple[Any, Sequence[Any]]], scale: Any) ->
       products: the equations that gave the parts of the loss, with their factors.
       scale: the loss scale.
     """
-    scales = {id(own[0]) for x in jax.tree.leaves(scale) if (own := compat.traced_by(x))}
+    scales = _arrays_of(scale)
     for eqn, factors in products:
-        if any(_is_cast_of(x, scales) for x in factors):
+        if any(_power_in_factor(x, scales) == 1 for x in factors):
             warnings.warn(_SCALED_TWICE.format(source_line(eqn)), UserWarning, stacklevel=5)
-
-
-def _is_cast_of(x: Any, scales: set[int]) -> bool:
-    """Whether a value is one of these, cast or broadcast."""
-    while (traced := compat.traced_by(x)) is not None and id(traced[0]) not in scales:
-        if len(traced[2]) != 1:
-            return False
-        (x,) = traced[2]
-    return traced is not None
 
 
 def _depends_on_size(eqn: Any) -> bool:
@@ -297,6 +346,13 @@ _CLIPPED = (
     "was in them: they are divided by the scale afterwards, so that a norm of 1 becomes 1/65536. Put "
     "everything that looks at gradients inside: loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), "
     "optimizer), loss_scale)."
+)
+
+#: Of gradients in which what was not finite has been replaced.
+_REPAIRED = (
+    "loss_scaled gets gradients that were tested for NaN and infinities: where those are replaced, it sees "
+    "no overflow, skips no step and never lowers the loss scale. Give update the gradients as they are: it "
+    "skips the step where they are not finite."
 )
 
 #: Of a loss function that returns the loss times its scale.

@@ -117,12 +117,14 @@ def call_governed(scope: Scope, module: nn.Module, call: Callable[..., Any], arg
         shown = (f"{name} at {path!r}", f'"{path}"') if path else (name, name)
         half_errors.explain(error, *shown, inputs.precision)
         raise
+    changes = policy_changes(scope.caller, precision.policy)
+    dtype = precision.policy.output_dtype if changes else precision.compute_dtype
     return inputs.cast_outputs(
         out,
-        policy_changes=policy_changes(scope.caller, precision.policy),
+        policy_changes=changes,
         has_params=bool(layers.all_params(module)),
         returns_carry=scope.caller is not None and layers.is_recurrent(module),
-        in_loop=scope.caller is not None and _is_loop_body(args, precision),
+        in_loop=scope.caller is not None and _is_loop_body(args, dtype),
         keeps=layers.has_few_results(module) if sums_few_numbers else None,
     )
 
@@ -152,13 +154,13 @@ def _call_shadowed(
         return call()
 
 
-def _is_loop_body(args: Any, precision: ModulePrecision) -> bool:
-    """Whether a loop in the code of the module above runs a method on a carry in another dtype.
+def _is_loop_body(args: Any, dtype: Any) -> bool:
+    """Whether a loop in the code of the module above runs a method on a carry in another dtype than this.
 
     Such a carry (`jnp.zeros(shape)`) must come back in the dtype it came in.
     """
     given = {x.dtype for x in jax.tree.leaves(args[:1]) if is_floating_array(x)}
-    if given <= {precision.compute_dtype}:
+    if given <= {dtype}:
         return False
     calls = 0
 

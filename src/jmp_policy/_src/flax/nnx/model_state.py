@@ -178,8 +178,8 @@ def accumulate_gradients(
       state is averaged over the devices at the end, and each device draws random numbers of its own.
 
     Raises:
-      TypeError, ValueError: as `jmp_policy.accumulate_gradients`; where `loss_fn` adds Variables to the
-        module or removes some.
+      TypeError, ValueError: as `jmp_policy.accumulate_gradients`; for a module in the batch; where `loss_fn`
+        adds Variables to the module or removes some.
 
     Example:
       >>> import jax.numpy as jnp
@@ -201,6 +201,12 @@ def accumulate_gradients(
 
     def value_and_scaled_grad(scale_or_optimizer: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_optimizer, loss)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module))
+        if others := [type(x).__name__ for x in leaves if isinstance(x, nnx.Module)]:
+            raise TypeError(
+                f"accumulate_gradients splits all that comes after the model, and {others[0]} is "
+                "a module. Make one model of both, a module that holds them, and train a part of it by wrt=."
+            )
         graph, params, state = nnx.split(model, wrt, ...)
 
         def step(scale: LossScale, params: PyTree, state: PyTree, args: Any, kwargs: Any) -> Any:
