@@ -378,24 +378,45 @@ def test_an_index_that_was_rounded_is_no_overflow():
 
 
 @pytest.mark.slow
-def test_a_loss_scale_below_1_mends_a_gradient_that_overflows_at_1():
+@pytest.mark.parametrize("scale", [1, 1024])
+def test_a_loss_scale_below_1_mends_a_gradient_that_overflows_at_1(scale):
+    """A constant that is lost, and does no harm, is not what is to be mended."""
     x = jax.random.normal(jax.random.key(0), (64, 16))
-    model = jmpp.wrap(nn.Sequential([nn.Dense(32), nn.tanh, nn.Dense(1)]), "mixed_float16")
+    layers = [nn.Dense(32), lambda h: jnp.tanh(jnp.sqrt(jnp.square(h) + 1e-8) * jnp.sign(h)), nn.Dense(1)]
+    model = jmpp.wrap(nn.Sequential(layers), "mixed_float16")
     params, targets = model.init(jax.random.key(1), x), 1e5 * (1 + jnp.square(x[:, :1]))
 
     def loss(params, x):
         return jnp.square(model.apply(params, x) - targets).mean()
 
-    found = diagnose(loss, params, x)
+    found = diagnose(loss, params, x, scale=scale)
     (tried,) = found.tried
     assert tried.is_own
+    assert found.constants
     assert tried.loss_scale < 1
     assert found.error_after < 0.02
     assert found.policy == jmpp.PolicyMap("mixed_float16")
     mended = f"A loss scale of {tried.loss_scale:g} (`DynamicLossScale`) mends it: the gradient is "
     assert f"{mended}finite, and off by" in found.advice
     assert diagnose(loss, params, x, scale=tried.loss_scale).finite
-    assert f"{mended}off by" in jmpp.drift(loss, params, x).verdict
+    assert f"{mended}off by" in jmpp.drift(loss, params, x, scale=scale).verdict
+
+
+@pytest.mark.slow
+def test_an_activation_that_overflows_on_the_way_to_a_finite_loss_may_do_no_harm():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = 100 * nn.Dense(16)(x)
+            return nn.Dense(1)(h / (1 + jnp.square(h).mean(-1, keepdims=True)))  # / inf in some rows
+
+    x = jnp.geomspace(0.1, 10, 64)[:, None] * jax.random.normal(jax.random.key(0), (64, 16))
+    model = jmpp.wrap(Net(), "mixed_float16")
+    params = model.init(jax.random.key(1), x)
+    found = diagnose(lambda params: jnp.square(model.apply(params, x) - 1e3).mean(), params, scale=2.0**16)
+    assert (found.operation, found.backward) == ("square", False)
+    assert "no loss scale can help" not in found.advice
+    assert "A loss scale of" in found.advice
 
 
 @pytest.mark.slow
@@ -1232,6 +1253,41 @@ def test_a_masks_number_that_half_makes_infinite_is_an_overflow(name):
     assert float(found.constant.written.removeprefix("*").removeprefix("+")) == -1e9
     assert "not finite in float32 either" not in found.verdict
     assert "jnp.finfo(x.dtype).min / 2" in found.advice
+
+
+HALF_FILLS = {
+    "full_like": lambda s: jnp.full_like(s, -1e9),
+    "array": lambda s: jnp.array(-1e9, s.dtype),
+    "full": lambda s: jnp.full(s.shape, -1e9, s.dtype),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HALF_FILLS)
+def test_a_masks_number_that_is_made_in_the_dtype_of_the_scores_is_an_overflow(name):
+    class Attention(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            q, k = nn.Dense(8)(x), nn.Dense(8)(x)
+            scores = q @ k.T
+            fill = HALF_FILLS[name](scores)
+            return nn.softmax(jnp.where(jnp.arange(4)[:, None] > 0, scores, fill)) @ nn.Dense(8)(x)
+
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    model = jmpp.wrap(Attention(), "mixed_float16")
+    params = Attention().init(jax.random.key(1), x)
+
+    def loss(params):
+        return jnp.square(model.apply(params, x)).mean()
+
+    found = diagnose(loss, params)
+    assert (found.kind, found.constant.written, found.constant.becomes) == ("overflow", "-1e+09", "-inf")
+    assert found.policy is not None
+    assert found.error_after < 0.01
+    seen = jmpp.drift(loss, params)
+    assert seen.policy == found.policy
+    assert "in both" not in seen.verdict
+    assert [constant.written for constant in jmpp.audit(loss, params).constants] == ["-1e+09"]
 
 
 @pytest.mark.slow

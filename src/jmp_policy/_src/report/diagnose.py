@@ -269,14 +269,12 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
         constant=constant,
         **_array(replay, place),
     )
-    scaled, in_optimizer = step.site.backward, is_written_in(step.eqn, "optax")
-    # A smaller loss scale is tried by the next step of training.
-    is_for_policy = kind != "not finite" and not in_optimizer and not (scaled and found.loss_scale > 1)
-    mended = None
-    if mending is not None and is_for_policy:
+    scaled, in_optimizer, mended = step.site.backward, is_written_in(step.eqn, "optax"), None
+    if mending is not None and kind != "not finite" and not in_optimizer:
         places = [place.path for place in (found.zero, found.lost_digits) if place is not None]
         named = places if found.zero is not None else [*places, found.path]
-        mended = mending.best(named, in_scale=scaled and kind == "overflow" and math.isfinite(found.loss))
+        # What overflows on the way to a finite loss may do no harm, and the loss scale may be too large.
+        mended = mending.best(named, in_scale=kind == "overflow" and math.isfinite(found.loss))
         found = dataclasses.replace(found, tried=tuple(mending.tried))
     if mended is not None:
         changed = {"rule": mended.rule, "policy": mended.policy, "error_after": mended.error}

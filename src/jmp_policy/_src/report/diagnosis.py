@@ -272,7 +272,8 @@ def _limit(found: Diagnosis, scaled: bool) -> str:
         return f"The gradient exceeds {limit} at a loss scale of {found.loss_scale:g}{below}."
     if found.operation == "convert_element_type" and found.operands[0].name:
         return f"The argument {found.operands[0].name!r} exceeds {limit} where it is cast to {found.dtype}."
-    return f"The activation exceeds {limit}; no loss scale can help."
+    is_harmless = any(tried.is_own and tried.is_mended for tried in found.tried)
+    return f"The activation exceeds {limit}{'' if is_harmless else '; no loss scale can help'}."
 
 
 def _digits(lost: Zero | None) -> str:

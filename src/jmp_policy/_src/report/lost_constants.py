@@ -85,13 +85,17 @@ def wide_numbers(program: Any, in_float32: Any) -> WideNumbers:
 def _numbers(jaxpr: Any) -> Mapping[Any, list[tuple[int, dict[int, float]]]]:
     """By operation and place in the source, for each equation: its identity, and numbers by operand."""
     found = defaultdict[Any, list[tuple[int, dict[int, float]]]](list)
-    for eqn, _, operands, _ in Walk(jaxpr).operations:
+    views = dict[int, Any]()
+    for eqn, _, operands, results in Walk(jaxpr).operations:
+        constants = [views.get(o.key) if o.constant is None else o.constant for o in operands]
+        if eqn.primitive.name in _VIEWS and len(operands) == 1:
+            views[results[0].key] = constants[0]
         if eqn.primitive.name in _NAMED:
             read = {
-                place: float(info.constant)
-                for place, (atom, info) in enumerate(zip(eqn.invars, operands, strict=True))
-                if info.constant is not None and not ir.is_traced(info.constant)
-                if np.ndim(info.constant) == 0 and is_floating(ir.dtype_of(atom))
+                place: float(constant)
+                for place, (atom, constant) in enumerate(zip(eqn.invars, constants, strict=True))
+                if constant is not None and not ir.is_traced(constant)
+                if np.ndim(constant) == 0 and is_floating(ir.dtype_of(atom))
             }
             found[eqn.primitive.name, callers(eqn)].append((id(eqn), read))
     return found
@@ -343,7 +347,7 @@ _VIEWS, _COMPARISONS = HAVING[Trait.VIEW], HAVING[Trait.COMPARISON]
 _BOUNDS = _COMPARISONS | HAVING[Trait.BOUNDED]
 
 #: Operations whose numbers may have any name in the source.
-_NAMED = frozenset({*PYTHON_OPERATORS, "max"})
+_NAMED = frozenset({*PYTHON_OPERATORS, "max", "select_n"})
 
 #: Operations in which a factor or base of 1 is no other one nearby: a decay of 0.9999 never decays.
 _SCALES = frozenset({"mul", "pow"})

@@ -86,7 +86,7 @@ def drift(
                 seen = diagnose.of_loss(function, loss_scale, has_aux)
             if seen is not None and not seen.finite:
                 best = next((tried for tried in seen.tried if tried.policy is seen.policy), None)
-                is_told = best is not None or bool(found.constants)  # What to do, elsewhere.
+                is_told = best is not None or seen.constant is not None  # What to do, elsewhere.
                 cause = seen.verdict if is_told else f"{seen.verdict} {seen.advice}"
                 found = dataclasses.replace(found, cause=cause, tried=seen.tried)
                 return found if best is None else _mended(found, best)
