@@ -88,6 +88,10 @@ def test_bad_losses(fun, has_aux, message):
 def test_bad_arguments():
     with pytest.raises(TypeError, match="needs a loss function, got 3"):
         jmpp.scaled_value_and_grad(3)
+    gradient = jmpp.scaled_value_and_grad(jnp.sum)
+    for use in (jmpp.scaled_value_and_grad, lambda fun: jmpp.accumulate_gradients(fun, 2)):
+        with pytest.raises(TypeError, match="the loss function itself, and got what one of them returned"):
+            use(gradient)
 
 
 def test_a_float16_loss_warns_and_does_not_overflow_for_ever():

@@ -593,6 +593,10 @@ def test_pickle_copy_and_graph_definitions():
     assert hash(loaded) == hash(graphdef)
     np.testing.assert_array_equal(nnx.merge(loaded, state)(X), model(X))
     assert copy.copy(model).head is model.head
+    by_predicate = jmpp.wrap(
+        Net(), jmpp.PolicyMap("mixed_float16", {lambda path, module: path == "head": "float32"})
+    )
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(by_predicate))(X), by_predicate(X))
 
 
 def test_methods_called_from_outside_are_governed_when_listed():

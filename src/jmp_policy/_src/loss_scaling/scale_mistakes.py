@@ -65,6 +65,14 @@ def no_loss(out: Any, has_aux: bool) -> TypeError:
     )
 
 
+def no_loss_itself() -> TypeError:
+    """Makes the error for what computes gradients in the place of a loss function."""
+    return TypeError(
+        "scaled_value_and_grad and accumulate_gradients take the loss function itself, and got what one of "
+        "them returned. accumulate_gradients(loss_fn, n)(opt_state, params, batch) scales the loss too."
+    )
+
+
 def called_at_once(argnums: Any) -> TypeError:
     """Makes the error for what is no number of an argument, such as an optimizer's state."""
     return TypeError(

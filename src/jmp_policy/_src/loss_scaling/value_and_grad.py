@@ -55,6 +55,8 @@ def scaled_value_and_grad(
     """
     if not callable(fun):
         raise TypeError(f"scaled_value_and_grad needs a loss function, got {fun!r}.")
+    if getattr(fun, "__name__", "") == "value_and_scaled_grad":
+        raise scale_mistakes.no_loss_itself()
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
     if not all(hasattr(number, "__index__") for number in numbers):
         raise scale_mistakes.called_at_once(argnums)

@@ -87,7 +87,10 @@ def _metaclass(base: type) -> type:
 def _reduce_class(cls: Any) -> Any:
     if "_jmp_policy_bare" not in vars(cls):
         return cls.__qualname__  # A class that somebody derived from a governed one.
-    return governed_class, (cls._jmp_policy_bare, cls._jmp_policy_specification)
+    spec = cls._jmp_policy_specification
+    if spec.rules is not None and any(map(inspect.isfunction, dict(spec.rules.overrides))):
+        spec = dataclasses.replace(spec, rules=None)  # A predicate may be a lambda, and only reports ask.
+    return governed_class, (cls._jmp_policy_bare, spec)
 
 
 def _reduce(self: Any) -> Any:
