@@ -247,6 +247,12 @@ def test_nnx_optimizer_refuses_what_is_wired_wrongly():
     optimizer = jmpp.nnx.Optimizer(wrapped, optax.sgd(0.1), wrt=nnx.Param, precision="bf16")
     with pytest.raises(ValueError, match="of a wrapped model, and NNXNet is not wrapped"):
         optimizer.minimize(nnx_loss, bare, X)
+    with pytest.raises(TypeError, match="missing a required argument: 'model'"):
+        optimizer.value_and_grad(nnx_loss)()
+    of_second = optimizer.value_and_grad(
+        lambda teacher, model, x: nnx_loss(model, x), argnums=nnx.DiffState(1, nnx.Param)
+    )
+    assert of_second(NNXNet(nnx.Rngs(1)), wrapped, X)[0].dtype == jnp.float32
     with pytest.raises(ValueError, match=r"NNXNet is wrapped already, under .*compute=bfloat16"):
         jmpp.nnx.Optimizer(wrapped, optax.sgd(0.1), wrt=nnx.Param, precision="fp16")
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import flax.nnx as nnx
-import jax
 
 from jmp_policy._src.api.precision import Precision, check_one_loss_scale, from_config
 from jmp_policy._src.flax.nnx.framework import policy_of
+from jmp_policy._src.flax.nnx.graph_nodes import modules_in
 from jmp_policy._src.flax.nnx.model_state import keep_state_on_skip
 from jmp_policy._src.flax.nnx.train import scaled_value_and_grad
 from jmp_policy._src.loss_scaling.state import Transformation
@@ -66,11 +66,12 @@ class Optimizer(nnx.Optimizer):
           A function `(model, *args, **kwargs) -> (value, grads)`: the loss as it is, and gradients for
           `update`. It raises ValueError for the model as it was before it was wrapped.
         """
+        is_first = "argnums" not in options
         options.setdefault("argnums", nnx.DiffState(0, self.wrt))
         gradient = scaled_value_and_grad(fun, **options)
 
         def value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
-            if self._has_policy and isinstance(args[0], nnx.Module) and not _has_policy(args[0]):
+            if is_first and self._has_policy and not all(map(_has_policy, modules_in(args[:1]))):
                 raise ValueError(
                     f"This optimizer is of a wrapped model, and {type(args[0]).__name__} is not wrapped: it "
                     "computes as it was written. Pass the wrapped model, which shares its Variables."
@@ -101,8 +102,7 @@ class Optimizer(nnx.Optimizer):
             raise TypeError(
                 f"minimize takes the loss function first: minimize(loss_fn, model); got {type(fun)}."
             )
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module))
-        with keep_state_on_skip(self, model, *(x for x in leaves if isinstance(x, nnx.Module))):
+        with keep_state_on_skip(self, model, *modules_in((args, kwargs))):
             value, grads = self.value_and_grad(fun, has_aux=has_aux)(model, *args, **kwargs)
             loss: Any = value
             self.update(model, grads, value=loss[0] if has_aux else loss)

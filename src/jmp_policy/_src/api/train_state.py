@@ -131,7 +131,8 @@ def _check_params(params: PyTree, rules: PolicyMap) -> None:
         if is_half(getattr(leaf, "dtype", None)):
             raise ValueError(
                 f"The parameter {jax.tree_util.keystr(path, simple=True, separator='/')!r} is {leaf.dtype}, "
-                f"and the policy {str(rules.default)!r} keeps parameters in float32: half ones lose small "
-                "updates. Initialise the model with float32 parameters (param_dtype). Of those that are "
-                "not trained, a rule says so: {'base': 'p=bf16, c=bf16'}."
+                f"and the policy {str(rules.default)!r} keeps parameters in "
+                f"{rules.default.param_dtype.name}: half ones lose small updates. Initialise the model with "
+                "such parameters (param_dtype). Of those that are not trained, a rule says so: "
+                "{'base': 'p=bf16, c=bf16'}."
             )

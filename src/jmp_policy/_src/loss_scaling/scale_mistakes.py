@@ -186,8 +186,9 @@ def _is_multiplied(division: Division, uses: Any) -> bool | None:
     """Whether gradients were computed from their loss scale; None where that is not known.
 
     They were not, where they come out of a backward pass of the running trace, and have no ancestor in common
-    with the scale; as it seems, they were not either where they come of the parameters without one. But they
-    may have been all the same, and nothing is known, where
+    with the scale; as it seems, they were not either where they come of the parameters without one. They were
+    where the scale never changes, and something is multiplied by its number. And they may have been all the
+    same, and nothing is known, where
 
     1. the trace has inputs, other than parameters and state, in the shapes of all gradients: these may have
        been computed from them after the backward pass (clipped, preconditioned);

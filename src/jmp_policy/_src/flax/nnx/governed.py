@@ -88,7 +88,7 @@ def _reduce_class(cls: Any) -> Any:
     if "_jmp_policy_bare" not in vars(cls):
         return cls.__qualname__  # A class that somebody derived from a governed one.
     spec = cls._jmp_policy_specification
-    if spec.rules is not None and any(map(inspect.isfunction, dict(spec.rules.overrides))):
+    if spec.rules is not None and not all(isinstance(p, str | type) for p, _ in spec.rules.overrides):
         spec = dataclasses.replace(spec, rules=None)  # A predicate may be a lambda, and only reports ask.
     return governed_class, (cls._jmp_policy_bare, spec)
 

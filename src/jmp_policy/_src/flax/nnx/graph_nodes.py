@@ -34,6 +34,12 @@ def own_specification(module: Any) -> Any:
     return vars(type(module)).get("_jmp_policy_specification")
 
 
+def modules_in(tree: Any) -> list[nnx.Module]:
+    """The modules in a pytree; not those inside of them."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Module))
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.Module)]
+
+
 def is_called(node: Any) -> bool:
     """Whether a node is a module that computes something, and no container of others."""
     return isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict)

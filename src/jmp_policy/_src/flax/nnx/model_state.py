@@ -201,11 +201,11 @@ def accumulate_gradients(
 
     def value_and_scaled_grad(scale_or_optimizer: Any, model: Any, /, *args: Any, **kwargs: Any) -> Any:
         scale = find_loss_scale(scale_or_optimizer, loss)
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module))
-        if others := [type(x).__name__ for x in leaves if isinstance(x, nnx.Module)]:
+        if others := graph_nodes.modules_in((args, kwargs)):
             raise TypeError(
-                f"accumulate_gradients splits all that comes after the model, and {others[0]} is "
-                "a module. Make one model of both, a module that holds them, and train a part of it by wrt=."
+                f"accumulate_gradients splits all that comes after the model, and {type(others[0]).__name__} "
+                "is a module. Make one model of both, a module that holds them, and train a part of it by "
+                "wrt=."
             )
         graph, params, state = nnx.split(model, wrt, ...)
 

@@ -154,12 +154,12 @@ def recommend(
     """Recommends a `PolicyMap` for a model, a loss scale, and says why.
 
     Everything is in half that leaves the gradient within a budget of error. A module computes in float32 if
-    values or cotangents overflow in it, and otherwise those do that bring most of the error, as
-    `sensitivity` predicts it, until the rest fits, unless float32 for weight gradients alone
-    (`grad=float32`) is enough. The policy is then run, and its gradient compared with that of float32; if it
-    is off by more, further modules are added, in models that make decisions (relu, maximum) by measured
-    errors. Where that leaves less than 90 % of the FLOPs in half, float32 for all but the layers that are
-    one product is tried.
+    values or cotangents overflow in it, unless a run with all in half shows that they do no harm. Otherwise
+    those do that bring most of the error, as `sensitivity` predicts it, until the rest fits, unless float32
+    for weight gradients alone (`grad=float32`) is enough. The policy is then run, and its gradient compared
+    with that of float32; if it is off by more, further modules are added, in models that make decisions
+    (relu, maximum) by measured errors. Where that leaves less than 90 % of the FLOPs in half, float32 for all
+    but the layers that are one product is tried.
 
     Args:
       loss_fn: the loss of the float32 model, as `sensitivity` takes it. Or a model: a Linen module, whose
