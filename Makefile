@@ -8,7 +8,7 @@ READY = $(VENV)/.ready
 DEMO_READY = $(VENV)/.ready-demo
 
 # `make test` runs one part in so many of the slow tests; which one goes on with each commit.
-PARTS ?= 6
+PARTS ?= 8
 PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 
 .PHONY: demo test test-all test-fast test-random coverage lint types format bench bench-gpu docs site-test wheel clean
@@ -17,7 +17,7 @@ PART ?= $(shell git rev-list --count HEAD 2>/dev/null || echo 0)
 demo: $(or $(wildcard $(READY)),$(DEMO_READY))  ## train a real model in float32, bfloat16 and float16
 	$(BIN)/python examples/digits.py
 
-test: $(READY)  ## run the quick tests, the examples of all pages, and a sixth of the slow tests: the next sixth with each commit
+test: $(READY)  ## run the quick tests, the examples of all pages, and an eighth of the slow tests: the next eighth with each commit
 	$(BIN)/python -m pytest -n auto --dist worksteal --part-of-slow-cases=$(PART)/$(PARTS)
 
 test-all: $(READY)  ## run every test: whole programs, real models and all slow cases among them
