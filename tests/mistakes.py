@@ -409,7 +409,9 @@ REPORTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jmpp.recommend(square, PARAMS, dtype="flaot16"),
         "float16",
     ),
-    "a budget of percents": (lambda: jmpp.recommend(square, PARAMS, budget=-1), "such as 0.01"),
+    "a budget of percents": (lambda: jmpp.recommend(square, PARAMS, budget=2), "0.01 for 1 %"),
+    "a budget as text": (lambda: jmpp.recommend(square, PARAMS, budget="2%"), "0.01 for 1 %"),
+    "the half dtype of a card's name": (lambda: jmpp.best_half_dtype("H100"), r"jax\.devices"),
     "a spectrum of a call": (lambda: jmpp.gradient_spectrum(square(PARAMS), PARAMS), "function"),
     "check with a loss and nothing to call it with": (
         lambda: jmpp.check(TX.init(PARAMS), loss_fn=square),

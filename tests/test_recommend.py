@@ -309,7 +309,7 @@ def test_memory_is_that_of_parameters_copies_gradients_and_activations():
 
 
 def test_arguments_are_checked():
-    with pytest.raises(ValueError, match=r"relative error of the gradient, such as 0\.01; got -1"):
+    with pytest.raises(ValueError, match=r"relative error of the gradient, such as 0\.01 for 1 %; got -1"):
         jmpp.recommend(lambda w: w, 1.0, budget=-1)
     with pytest.raises(ValueError, match="Unknown target 'H1000'"):
         jmpp.recommend(lambda w: w, 1.0, target="H1000")

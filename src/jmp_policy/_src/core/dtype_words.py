@@ -39,11 +39,16 @@ def best_half_dtype(device: Any = None) -> np.dtype:
       `bfloat16` for TPUs, CPUs, AMD's and NVIDIA's GPUs from compute capability 8.0 (Ampere) on, and
       `float16` for older NVIDIA GPUs, whose Tensor Cores support no other 16-bit dtype.
 
+    Raises:
+      TypeError: for something that is no device.
+
     Example:
       >>> best_half_dtype(jax.local_devices(backend="cpu")[0])
       dtype(bfloat16)
     """
     device = jax.devices()[0] if device is None else device
+    if not hasattr(device, "platform"):
+        raise TypeError(f"best_half_dtype takes a device, such as jax.devices()[0]; got {device!r}.")
     capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if device.platform in ("gpu", "cuda") and capability and int(capability.group(1)) < 8:
         return np.dtype(jnp.float16)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -181,8 +182,8 @@ def recommend(
       A `Recommendation`; `print` shows it, and `.policy` is what `wrap` takes.
 
     Raises:
-      TypeError, ValueError: as `sensitivity`; for a budget that is no positive number, an unknown card or
-        recipe, a recipe that keeps state, and, with a recipe, a card without float8 arithmetic.
+      TypeError, ValueError: as `sensitivity`; for a budget that is no number between 0 and 1, an unknown card
+        or recipe, a recipe that keeps state, and, with a recipe, a card without float8 arithmetic.
 
     Example:
       >>> import jax, flax.linen as nn, jax.numpy as jnp
@@ -191,8 +192,10 @@ def recommend(
       >>> recommend(model, variables, x).policy
       PolicyMap('params=float32,compute=float16,output=float32')
     """
-    if budget is not None and not budget > 0:
-        raise ValueError(f"The budget is a relative error of the gradient, such as 0.01; got {budget!r}.")
+    if budget is not None and not (isinstance(budget, (numbers.Real, jax.Array)) and 0 < budget < 1):
+        raise ValueError(
+            f"The budget is a relative error of the gradient, such as 0.01 for 1 %; got {budget!r}."
+        )
     card = None if target is None else find_target(target)
     recipe = recipe and chosen.usable_recipe(recipe, target)
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
