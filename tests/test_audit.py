@@ -1614,3 +1614,31 @@ def test_a_program_that_prints():
 
     found = jmpp.audit(fn, jnp.ones((16, 16), jnp.float16))
     assert found.half_share == 1
+
+
+def test_casts_for_products_of_few_terms_are_no_silent_upcasts():
+    """`wrap` leaves such products in float32."""
+    model = nn.Sequential([nn.Dense(32), nn.Dense(4), nn.Dense(32)])
+    x = jnp.ones((32, 16))
+    wrapped, variables = jmpp.wrap(model, "mixed_float16"), model.init(jax.random.key(0), x)
+    for found in (
+        jmpp.audit(wrapped.apply, variables, x),
+        jmpp.audit(lambda v: wrapped.apply(v, x).mean(), variables, grad=True),
+    ):
+        assert found.upcasts == ()
+        assert "in float32 of fewer than 8 terms" in found.verdict
+        assert all(not product.cause for product in found.products)
+
+
+class _Masked(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        mask = jnp.arange(2, dtype=jnp.float32)
+        return nn.Dense(2)(nn.Dense(32)(x)) * mask
+
+
+def test_upcasts_that_reach_products_of_few_terms_alone_are_in_the_verdict():
+    model, x = nn.Sequential([_Masked() for _ in range(3)]), jnp.ones((64, 2))
+    found = jmpp.audit(jmpp.wrap(model, "mixed_float16").apply, model.init(jax.random.key(0), x), x)
+    assert [upcast.reaches for upcast in found.upcasts] == [()] * 3
+    assert "; 3 silent upcasts: Sequential/layers_0 ... layers_2 (" in found.verdict

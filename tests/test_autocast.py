@@ -1108,3 +1108,18 @@ def test_auto_axes_within_an_explicit_mesh(half):
         assert jax.typeof(found) == jax.typeof(exact)
         assert jnp.linalg.norm(found - exact) < 8 * jnp.finfo(half).eps * jnp.linalg.norm(exact)
         assert jmpp.drift(autocast(loss, half), w, x).is_normal
+
+
+def test_products_with_float64_data_are_told():
+    with jax.enable_x64(True):
+        x, w = np.ones((32, 16)), jnp.ones((16, 8), jnp.float32)
+
+        def fn(w, x):
+            return jnp.tanh(x @ w)
+
+        with pytest.warns(UserWarning, match="a dot_general has a float64 operand.*cast it to float32"):
+            found = jmpp.audit(jmpp.autocast(fn, "float16"), w, x)
+        assert "as an operand is float64, which autocast leaves: cast it to float32" in found.verdict
+        with pytest.warns(UserWarning, match="float64 operand"):
+            (product,) = jmpp.explain(fn, "float16")(w, x).of("dot_general")
+        assert product.why == "as traced: an operand is float64"

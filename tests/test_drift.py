@@ -226,6 +226,29 @@ def test_errors_are_those_of_the_two_programs():
     add_up(found)
 
 
+@pytest.fixture
+def optimizations():
+    """Those that XLA does where nobody asks it for less."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimizations")
+def test_a_long_half_sum_is_compiled_as_that_of_the_program():
+    """XLA adds float16 in several sums at a time; in one it loses up to 30 times as much."""
+    weights = jax.random.uniform(jax.random.key(0), (8, 32, 32, 8)).astype(jnp.float16)
+
+    def loss_fn(bias, dtype=jnp.float16):
+        return jnp.sum((bias.astype(dtype) * weights.astype(dtype)).astype(jnp.float32))
+
+    bias = jnp.ones(8)
+    half, exact = (jax.grad(loss_fn)(bias, dtype) for dtype in (jnp.float16, jnp.float32))
+    assert jmpp.drift(loss_fn, bias).gradient_error == pytest.approx(relative(half, exact), rel=0.2)
+
+
 @pytest.mark.once
 def test_float32_against_itself_is_exactly_zero():
     found = jmpp.drift(*mlp("float32"), X)

@@ -419,6 +419,8 @@ def clipped_by_true_norm(state, params, x=X):
 REPAIRED = {
     "optax": lambda g: optax.zero_nans().update(g, optax.EmptyState())[0],
     "isfinite": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), g),
+    "nan_to_num": lambda g: jax.tree.map(jnp.nan_to_num, g),
+    "jit": jax.jit(lambda g: jax.tree.map(lambda x: 0.5 * jnp.nan_to_num(x, posinf=1.0), g)),
     "isnan": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isnan(x) | jnp.isinf(x), 0, x), g),
     "all": lambda g: jmpp.select_tree(jmpp.all_finite(g), g, jax.tree.map(jnp.zeros_like, g)),
 }
@@ -428,6 +430,35 @@ REPAIRED = {
 def test_gradients_in_which_what_is_not_finite_is_replaced_draw_a_warning(repair):
     with pytest.warns(UserWarning, match="tested for NaN and infinities: .* sees no overflow"):
         in_jit(lambda s, p, x: repair(good(s, p, x)), optimizer())
+
+
+def closed_over(update):
+    """Places where a branch, a loop or a function gets parameters and state, and closes over gradients."""
+
+    def place(gradient, tx):
+        def step(params, state, x):
+            grads = gradient(state, params, x)
+            return update(lambda carry: tx.update(grads, carry[1], carry[0]), (params, state))
+
+        trace(step, PARAMS, tx.init(PARAMS), X)
+
+    return place
+
+
+INSIDE = {
+    "cond": lambda f, carry: jax.lax.cond(X[0, 0] < 0, f, lambda carry: carry, carry),
+    "switch": lambda f, carry: jax.lax.switch(1, [lambda carry: carry, f], carry),
+    "fori_loop": lambda f, carry: jax.lax.fori_loop(0, 2, lambda _, carry: f(carry), carry),
+    "jit": lambda f, carry: jax.jit(f)(carry),
+}
+
+
+@pytest.mark.parametrize("update", INSIDE.values(), ids=INSIDE)
+def test_an_update_in_a_branch_that_closes_over_gradients(update):
+    closed_over(update)(good, optimizer())
+    vars(SCALE_USE).update(vars(ScaleUse()))
+    with pytest.warns(UserWarning, match=WARNING):
+        closed_over(update)(bad, optimizer())
 
 
 @pytest.mark.parametrize("factor", [lambda scale: 64.0, lambda scale: scale.loss_scale])
@@ -516,6 +547,9 @@ CHANGED = {
     "decay": lambda g, p: jax.tree.map(lambda x, w: x + 0.1 * w, g, p),
     "noise": lambda g, p: jax.tree.map(lambda x: x + jax.random.normal(jax.random.key(0), x.shape), g),
 }
+#: The gradient of another loss, without the scale.
+CHANGED["penalty"] = lambda g, p: jax.tree.map(jnp.add, g, jax.grad(loss_fn)(p))
+CHANGED["mean"] = lambda g, p: jax.tree.map(lambda x, y: (x + y) / 2, g, jax.jit(jax.grad(loss_fn))(p))
 UNCHANGED = {
     "half": lambda g, p: jax.tree.map(lambda x: 0.5 * x, g),
     "centred": lambda g, p: jax.tree.map(lambda x: x - x.mean(), g),

@@ -175,6 +175,13 @@ def test_an_overflow_that_the_statistic_explains_does_not_stick():
     assert (float(scale.loss_scale), int(scale.widened)) == (2.0**3, 2)
 
 
+def test_an_overflow_after_a_large_gradient_says_little_of_small_ones():
+    scale = jmpp.StatisticLossScale()
+    for largest in (1.0, 1e3, jnp.nan, 1.0):
+        scale = scale.adjust(jnp.isfinite(largest), grads=jnp.float32(largest))
+    assert (float(scale.loss_scale), int(scale.widened)) == (2.0**10, 3)
+
+
 @pytest.mark.once
 def test_gradients_beyond_float32_send_the_statistic_scale_to_its_floor():
     with jax.enable_x64(True):

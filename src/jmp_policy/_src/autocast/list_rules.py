@@ -123,6 +123,11 @@ class Lower(Rule):
                 return case.as_traced("full: it asks for a precision of its own")
             if jax_sources.is_drawn(eqn):
                 return case.as_traced("full: draws random numbers")
+            if any(case.are_float32) and np.float64 in map(ir.dtype_of, eqn.invars):
+                note = (
+                    f"a {eqn.primitive.name} has a float64 operand, and stays in float64: cast it to float32"
+                )
+                return case.as_traced("as traced: an operand is float64", note)
             return AS_TRACED.plan(case)
         reason = case.planner.table[eqn.primitive.name][1]
         half = _half_of(case)

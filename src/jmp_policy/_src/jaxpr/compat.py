@@ -359,6 +359,11 @@ def traced_by(x: Any) -> tuple[Any, Any, Sequence[Any]] | None:
     return None if isinstance(getattr(x, "val", None), Literal) else (x, eqn, operands)
 
 
+def trace_of(x: Any) -> Any | None:
+    """The trace that a tracer is of; None for anything else. Private: `_trace` of a tracer."""
+    return getattr(x, "_trace", None) if isinstance(x, jax.core.Tracer) else None
+
+
 def number_of(x: Any) -> Any | None:
     """A number that is no input of a program being traced, as NumPy has it; None for any other value.
 

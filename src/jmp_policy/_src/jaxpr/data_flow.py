@@ -1,5 +1,6 @@
 """Follows values of a program that is still being traced back to what they were computed from."""
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,11 @@ class Ancestors(NamedTuple):
         """
         return not self.nodes.keys().isdisjoint(other.nodes)
 
+    def share_trace(self, other: "Ancestors") -> bool:
+        """Whether some of both are in one trace: what a branch closes over is in the one around it."""
+        own, others = ({compat.trace_of(x) for x in each.nodes.values()} - {None} for each in (self, other))
+        return not own.isdisjoint(others)
+
 
 def ancestors(values: PyTree, stop: Callable[[Any], bool] = lambda eqn: False) -> Ancestors:
     """What values were computed from, as far as the running trace knows; nothing where none is traced.
@@ -52,6 +58,21 @@ def ancestors(values: PyTree, stop: Callable[[Any], bool] = lambda eqn: False) -
             found.nodes[id(eqn)] = eqn
             found.equations.append(eqn)
             waiting.extend(() if stop(eqn) else _used(eqn, operands))
+    return found
+
+
+def computed_from(values: PyTree, sources: Ancestors) -> set[int]:
+    """The `id`s of the tracers behind values that were computed from one of some others, and of these."""
+    readers = collections.defaultdict[int, list[int]](list)
+    for tracer, eqn, operands in filter(None, map(compat.traced_by, ancestors(values).nodes.values())):
+        for traced in map(compat.traced_by, () if eqn is None else _used(eqn, operands)):
+            if traced is not None:
+                readers[id(traced[0])].append(id(tracer))
+    found, waiting = set[int](), list(sources.nodes)
+    while waiting:
+        if (key := waiting.pop()) not in found:
+            found.add(key)
+            waiting.extend(readers[key])
     return found
 
 

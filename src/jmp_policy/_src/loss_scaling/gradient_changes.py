@@ -1,8 +1,8 @@
 """Whether gradients are still a multiple of those of the backward pass, or clipped, normalised, added to.
 
 Of a value its degree is followed: with gradients k times as large it is k**degree times as large. Gradients
-have 1, their squares 2, a direction 0, parameters and numbers 0. The sum of values of two degrees has none,
-and neither has what is computed from it.
+have 1, their squares 2, a direction 0; parameters, numbers, and gradients of a loss without the scale 0. The
+sum of values of two degrees has none, and neither has what is computed from it.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls, compat, ir
-from jmp_policy._src.jaxpr.data_flow import ancestors, ends_backward_pass
+from jmp_policy._src.jaxpr.data_flow import ancestors, computed_from, ends_backward_pass
 from jmp_policy._src.jaxpr.op_table import HAVING, PYTHON_OPERATORS, Trait
 
 #: The degree of what has none, of what nothing is known of, of 0, inf and NaN, and of integers and masks.
@@ -24,19 +24,32 @@ NONE, UNKNOWN, ANY, DISCRETE = math.inf, math.nan, None, -math.inf
 Degree = float | None
 
 
-def are_changed(grads: PyTree, params: PyTree) -> bool:
+def are_changed(grads: PyTree, params: PyTree, scale: PyTree) -> bool:
     """Whether some gradients are no multiple of what a backward pass of the running trace gave.
 
     Args:
       grads: gradients before an update.
       params: the parameters, or None.
+      scale: the loss scale.
     """
     near = ancestors(grads, stop=ends_backward_pass)
     if not any(map(ends_backward_pass, near.equations)):
         return False
     known: dict[int, Degree] = {_key(x): 0.0 for x in jax.tree.leaves(params)}
-    degrees = [_of_traced(x, known) for x in jax.tree.leaves(grads)]
+    scaled, leaves = computed_from(grads, ancestors(scale)), jax.tree.leaves(grads)
+    if from_scale := [x for x in leaves if _key(x) in scaled]:
+        leaves = from_scale
+        known |= {_key(x): 0.0 for x in near.nodes.values() if _is_unscaled(x, scaled)}
+    degrees = [_of_traced(x, known) for x in leaves]
     return any(d == NONE or (d is not None and math.isfinite(d) and d != 1) for d in degrees)
+
+
+def _is_unscaled(x: Any, scaled: set[int]) -> bool:
+    """Whether a value comes out of a backward pass that the loss scale did not go into; no zeros."""
+    tracer, eqn, operands = compat.traced_by(x) or (x, None, ())
+    if eqn is None or id(tracer) in scaled or not ends_backward_pass(eqn):
+        return False
+    return any(compat.traced_by(operand) for operand in operands)
 
 
 def _of_traced(value: Any, known: dict[int, Degree]) -> Degree:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr import compat
+from jmp_policy._src.jaxpr import calls, compat
 from jmp_policy._src.jaxpr.data_flow import Ancestors, ancestors, ends_backward_pass, transposes
 from jmp_policy._src.jaxpr.jax_sources import directory_of
 from jmp_policy._src.jaxpr.source_lines import source_line
@@ -193,13 +193,16 @@ def _is_multiplied(division: Division, uses: Any) -> bool | None:
     1. the trace has inputs, other than parameters and state, in the shapes of all gradients: these may have
        been computed from them after the backward pass (clipped, preconditioned);
     2. one of these inputs is a number, by which they may have been multiplied then;
-    3. the scale never changes, and is a constant of the program, or an input may be it.
+    3. the scale never changes, and is a constant of the program, or an input may be it;
+    4. they are of another trace than the scale: a branch or a loop with the update inside closes over them.
     """
     of_grads, of_scale = ancestors(division.grads), ancestors(division.scale)
     if of_grads.meet(of_scale):
         return True
     comes_of_params = of_grads.equations and of_grads.meet(ancestors(division.params))
-    if not of_scale.nodes or not (comes_of_params or any(map(transposes, of_grads.equations))):
+    if not of_grads.share_trace(of_scale):
+        return None
+    if not (comes_of_params or any(map(transposes, of_grads.equations))):
         return None
     if getattr(division.initial, "never_changes", False):
         fixed = division.initial.loss_scale
@@ -264,7 +267,9 @@ def _changed_while_scaled(division: Division) -> str | None:
         since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
         if any(map(_depends_on_size, since)):
             return _CLIPPED.format("optax has")
-        return _CLIPPED.format("were") if are_changed(division.grads, division.params) else None
+        return (
+            _CLIPPED.format("were") if are_changed(division.grads, division.params, division.scale) else None
+        )
     divides = any(_power(grad, scales, earlier) < 0 for grad in jax.tree.leaves(division.grads))
     return _DIVIDED if divides else None
 
@@ -275,12 +280,19 @@ def _arrays_of(scale: Any) -> set[int]:
 
 
 def _tests_finiteness(node: Any) -> bool:
-    """Whether a value says what of another one is not finite; NaN is what differs from itself."""
+    """Whether a value says what of another one is not finite, or replaces that; NaN differs from itself."""
     traced = compat.traced_by(node)
-    if traced is None or traced[1] is None:
+    if traced is None or traced[1] is None or ends_backward_pass(traced[1]):
         return False
     name, operands = traced[1].primitive.name, traced[2]
-    return name in ("is_finite", "all_finite") or (name == "ne" and operands[0] is operands[1])
+    is_test = name in ("is_finite", "all_finite") or (name == "ne" and operands[0] is operands[1])
+    return is_test or _is_nan_to_num(traced[1])
+
+
+def _is_nan_to_num(eqn: Any) -> bool:
+    """Whether an equation calls `jnp.nan_to_num`, itself or inside."""
+    inside = (inner for jaxpr in calls.inner_jaxprs(eqn) for inner in compat.open_jaxpr(jaxpr).eqns)
+    return eqn.params.get("name") == "nan_to_num" or any(map(_is_nan_to_num, inside))
 
 
 def _power(gradient: Any, scales: set[int], earlier: Any) -> int:

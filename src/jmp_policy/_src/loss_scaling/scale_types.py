@@ -116,7 +116,8 @@ class StatisticLossScale(Scaling):
 
         if grads_finite:  every recovery_interval clean steps: widened = max(widened - 1, 0)
                           if it overflowed since the last clean step:
-                              if that scale would be chosen again: widened = what leads to this step's scale
+                              if that scale would be chosen again:
+                                  widened = what would have led from it to this step's scale
                               widened = widened + 2
                           next = 2 ** (15 - log2(x) - margin - widened)
         else:             next = scale of the last clean step if that is smaller, else scale * backoff_factor
@@ -212,7 +213,10 @@ class StatisticLossScale(Scaling):
         ideal = jnp.clip(ideal, self.min_loss_scale, self.max_loss_scale)
         failed = usable & (self.failed_scale < _UNKNOWN)
         again = failed & (ideal * _power_of_two(-widened) >= self.failed_scale)
-        needed = _exponent_above(ideal) - (jnp.frexp(self.loss_scale)[1] - 1)
+        # It suited the largest gradient before it. The first scale suited none.
+        suited = self.failed_scale * _power_of_two(self.widened)
+        suited = jnp.where(self.clean_scale < _UNKNOWN, jnp.minimum(ideal, suited), ideal)
+        needed = _exponent_above(suited) - (jnp.frexp(self.loss_scale)[1] - 1)
         widened = jnp.where(again, jnp.maximum(widened, needed), widened)
         # While the first scale is still too large, nothing is wrong with the margin.
         widened = jnp.where(again | failed & (self.clean_scale < _UNKNOWN), widened + _MORE, widened)

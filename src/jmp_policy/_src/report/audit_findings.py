@@ -83,6 +83,12 @@ class Product(PlacedOperation):
         return not self.pad
 
 
+def of_few_terms(products: Sequence[Product]) -> set[Product]:
+    """Those that gain nothing from half precision: that sum few terms, and for gradients of such."""
+    narrow = {p.place for p in products if p.k < LEAST_TERMS and not p.backward}
+    return {p for p in products if p.k < LEAST_TERMS or (p.backward and p.place in narrow)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Upcast(Placed):
     """Half value that JAX promoted to float32 (or float64) silently, because it met such a value.
@@ -218,9 +224,9 @@ class Audit(Report):
         for p in self.wide_products:
             causes[p.place] = causes.get(p.place) or p.cause
         kinds = dict[tuple[str, str], list[Product]]()
-        narrow = {p.place for p in self.wide_products if p.k < LEAST_TERMS and not p.backward}
+        gain_nothing = of_few_terms(self.wide_products)
         for p in self.wide_products:
-            few = p.k < LEAST_TERMS or (p.backward and p.place in narrow)
+            few = p in gain_nothing
             terms = f" of fewer than {LEAST_TERMS} terms, where half precision gains nothing"
             kind = "" if not few else terms if p.k < LEAST_TERMS else " for gradients of such products"
             # Equal layers have one cause.
@@ -245,6 +251,8 @@ class Audit(Report):
             )
         if places.keys() == {OPTAX}:
             return ", in optax, which computes in float32"
+        if places.keys() == {AUTOCAST} and _widest(p) == "float64":
+            return ", as an operand is float64, which autocast leaves: cast it to float32"
         if places.keys() == {AUTOCAST}:
             return (
                 ", which autocast leaves: in region('off'), by rules=, full= or ops=, in a custom_vjp "

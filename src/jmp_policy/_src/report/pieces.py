@@ -27,10 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.compat import Literal
 from jmp_policy._src.jaxpr.device_dispatch import FUNCTIONS
+from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import size
 
 #: For a CPU. `drift`'s programs compile with these in a third of the time, and run two to five times as long
@@ -48,6 +50,9 @@ _FIXED_COST = 40
 
 #: A loop over so many numbers is better compiled well: what is saved at each, over what a step takes longer.
 _MANY = 200_000
+
+#: Of a sum of half numbers, where what it loses depends on how it is compiled.
+_MANY_TERMS = 64
 
 #: Cuts that are tried: how many operations around one may not have a smaller hash, and factors on hashes.
 _REACHES, _FACTORS = (8, 16, 32, 64), (1, 2654435761, 2246822519, 3266489917)
@@ -154,7 +159,7 @@ class Pieces:
         self.pieces = []
         for start, stop in itertools.pairwise(cuts):
             needed = lambda n, stop=stop: last.get(n, -1) >= stop  # noqa: E731
-            options = _options(sum(work[start:stop]) // (stop - start) > _MANY, every_rounding)
+            options = _options(steps[start:stop], sum(work[start:stop]), every_rounding)
             piece = _Piece(steps[start:stop], needed, options)
             done = [n for n in piece.inputs if not needed(n)]
             self.pieces.append((_compiled(piece), piece.inputs, piece.outputs, done))
@@ -266,14 +271,25 @@ def _value_form(value: Any) -> Hashable:
     return value
 
 
-def _options(well: bool, every_rounding: bool) -> tuple[tuple[str, Any], ...]:
-    """For the compiler: whether a piece is compiled well, and keeps casts that XLA could leave out."""
-    options = dict(_QUICK) if jax.default_backend() == "cpu" else {}
-    if well and options:
-        options["xla_backend_optimization_level"] = 1
+def _options(steps: Sequence[_Step], work: int, every_rounding: bool) -> tuple[tuple[str, Any], ...]:
+    """For the compiler: what it may leave out, and whether it keeps casts that XLA could leave out."""
+    options = dict[str, Any]()
+    if jax.default_backend() == "cpu" and not any(_adds_many(step.eqn) for step in steps):
+        options |= _QUICK
+        if work // len(steps) > _MANY:
+            options["xla_backend_optimization_level"] = 1
     if every_rounding:
         options["xla_allow_excess_precision"] = False
     return tuple(options.items())
+
+
+def _adds_many(eqn: Any) -> bool:
+    """Whether it adds many half numbers; XLA does so in several sums at a time, and with `_QUICK` in one."""
+    if any(_adds_many(inner) for jaxpr in ir.subjaxprs(eqn) for inner in compat.open_jaxpr(jaxpr).eqns):
+        return True
+    if eqn.primitive.name not in HAVING[Trait.REDUCES] or not is_half(ir.dtype_of(eqn.outvars[0])):
+        return False
+    return size(eqn.invars[0]) > _MANY_TERMS * size(eqn.outvars[0])
 
 
 def _work(eqn: Any) -> int:
@@ -294,8 +310,8 @@ def _work(eqn: Any) -> int:
 def _cuts(steps: Sequence[_Step], work: Sequence[int]) -> list[int]:
     """Where to cut, the end included: where the least has to be compiled, of what is tried.
 
-    What is a program of its own is a piece of its own, and so are convolutions that are long loops: those are
-    compiled well.
+    What is a program of its own is a piece of its own, and so are convolutions that are long loops, and long
+    sums of half numbers: those are compiled well.
     """
     avals = (tuple(v.aval for v in (*step.eqn.invars, *step.eqn.outvars)) for step in steps)
     hashes = np.array([_hash(step.eqn.primitive, a) for step, a in zip(steps, avals, strict=True)], np.uint64)
@@ -319,7 +335,8 @@ def _cuts(steps: Sequence[_Step], work: Sequence[int]) -> list[int]:
 def _is_alone(eqn: Any, work: int) -> bool:
     if eqn.primitive.name == _CONVOLUTION:
         return work > _FIXED_COST * _MANY
-    return eqn.primitive in FUNCTIONS or sum(len(inner.eqns) for inner in ir.subjaxprs(eqn)) > _FIXED_COST
+    is_program = sum(len(inner.eqns) for inner in ir.subjaxprs(eqn)) > _FIXED_COST
+    return eqn.primitive in FUNCTIONS or is_program or _adds_many(eqn)
 
 
 _CONVOLUTION = "conv_general_dilated"
