@@ -229,7 +229,7 @@ def test_errors_are_those_of_the_two_programs():
 @pytest.fixture
 def optimizations():
     """Those that XLA does where nobody asks it for less."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -132,7 +132,7 @@ def test_an_interrupt_keeps_the_modules_that_were_measured(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["_tried", "_gradient", "_rules"])
+@pytest.mark.parametrize("method", ["_tried", "_gradient_under", "_rules"])
 def test_an_interrupt_keeps_the_report_whose_rules_were_being_tried(monkeypatch, method):
     import flax.linen as nn
 

@@ -233,7 +233,7 @@ class Mending:
             return
         # A rule may be none for the code that runs: then it is not tried.
         with contextlib.suppress(Exception):
-            _, self._exact = self._gradient(PolicyMap("float32"), self._loss_scale)
+            _, self._exact = self._gradient_under(PolicyMap("float32"))(self._loss_scale)
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
             wide = grad_in_float32(own)
@@ -307,25 +307,30 @@ class Mending:
         """The modules that a report's paths lead to, the model aside."""
         return list(filter(None, dict.fromkeys(map(self._module, paths))))
 
-    def _scaled(self, loss_scale: float) -> Callable[..., Any]:
+    def _scaled(self, loss_scale: Any) -> Callable[..., Any]:
         return self._function.value_and_gradients("a report", loss_scale, self.has_aux)[0]
 
-    def _gradient(self, rules: PolicyMap, scale: float) -> tuple[bool, list[np.ndarray]]:
-        """Whether the loss is finite under rules, and its gradient at a loss scale, which is taken off."""
-        program = self._program if scale == self._loss_scale else self._scaled(scale)
-        # Of weights that `grad=float32` does not reach: then it does not mend.
-        with TRIAL(rules), warnings.catch_warnings(action="ignore", category=UserWarning):
-            loss, _, *gradient = compiled_quickly(program)(self._arrays)
-        seed, numbers = float(first_cotangent(loss.dtype, scale)), map(np.asarray, gradient)
-        numbers = [g.astype(np.float64) / seed for g in numbers if jnp.issubdtype(g.dtype, jnp.floating)]
-        return bool(np.isfinite(loss)), numbers
+    def _gradient_under(self, rules: PolicyMap) -> Callable[[float], tuple[bool, list[np.ndarray]]]:
+        """A function of a loss scale to whether the loss is finite under rules, and its unscaled gradient."""
+        # Traced once: the loss scale is an argument, as in training.
+        program = compiled_quickly(lambda scale, arrays: self._scaled(scale)(arrays))
+
+        def gradient(scale: float) -> tuple[bool, list[np.ndarray]]:
+            # Of weights that `grad=float32` does not reach: then it does not mend.
+            with TRIAL(rules), warnings.catch_warnings(action="ignore", category=UserWarning):
+                loss, _, *gradient = program(jnp.float32(scale), self._arrays)
+            seed, numbers = float(first_cotangent(loss.dtype, scale)), map(np.asarray, gradient)
+            numbers = [g.astype(np.float64) / seed for g in numbers if jnp.issubdtype(g.dtype, jnp.floating)]
+            return bool(np.isfinite(loss)), numbers
+
+        return gradient
 
     def _tried(self, rule: Mapping[Pattern, str], policy: PolicyMap, is_own: bool) -> Tried:
         """What came of rules: where only the scaled gradient overflows, at a smaller loss scale."""
         whole, scale = sum(np.square(exact).sum() for exact in self._exact), self._loss_scale
-        smallest = _SMALLEST if is_own else 1.0
+        smallest, gradient = _SMALLEST if is_own else 1.0, self._gradient_under(policy)
         while True:
-            is_finite, found = self._gradient(policy, scale)
+            is_finite, found = gradient(scale)
             with np.errstate(invalid="ignore"):
                 error = sum(np.square(f - e).sum() for f, e in zip(found, self._exact, strict=True))
             if np.isfinite(error) or not is_finite or scale <= smallest:
