@@ -52,7 +52,7 @@ _FIXED_COST = 40
 _MANY = 200_000
 
 #: Of a sum of half numbers, where what it loses depends on how it is compiled.
-_MANY_TERMS = 64
+_MANY_TERMS = 16
 
 #: Cuts that are tried: how many operations around one may not have a smaller hash, and factors on hashes.
 _REACHES, _FACTORS = (8, 16, 32, 64), (1, 2654435761, 2246822519, 3266489917)
