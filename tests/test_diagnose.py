@@ -1944,3 +1944,24 @@ def test_what_is_not_finite_only_where_xla_joins_constants(is_loss):
     assert (found.finite, found.kind) == (False, "compiled")
     assert "not finite where XLA joins operations, and finite one by one" in found.verdict
     assert "Clamp what a logarithm or division is given" in " ".join(str(found).split())
+
+
+class _MaskedRows(nn.Module):
+    """A softmax by hand over rows that masks make -inf as a whole: that of the first token."""
+
+    @nn.compact
+    def __call__(self, x):
+        scores, i = nn.Dense(8)(x), jnp.arange(8)
+        scores = jnp.where(i[:, None] < i, -1e9, scores)
+        scores = jnp.where(i[:, None] == i, -1e5, scores)
+        return jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True))
+
+
+@pytest.mark.slow
+def test_an_exponential_of_a_mask_that_became_infinite_is_no_underflow():
+    model, x = jmpp.wrap(_MaskedRows(), "mixed_float16"), jnp.linspace(-1, 1, 128).reshape(8, 16)
+    variables = model.init(jax.random.key(0), x)
+    found = jmpp.diagnose(lambda v: jnp.square(model.apply(v, x)).mean(), variables)
+    assert (found.kind, found.zero, found.constant.becomes) == ("overflow", None, "-inf")
+    assert "log_softmax" not in found.advice
+    assert found.error_after < 0.02

@@ -238,7 +238,7 @@ def optimizations():
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimizations")
 def test_a_long_half_sum_is_compiled_as_that_of_the_program():
-    """XLA adds float16 in several sums at a time; in one it loses up to 30 times as much."""
+    """XLA adds float16 in several sums at a time; in one it loses 17 times as much."""
     weights = jax.random.uniform(jax.random.key(0), (8, 32, 32, 8)).astype(jnp.float16)
 
     def loss_fn(bias, dtype=jnp.float16):

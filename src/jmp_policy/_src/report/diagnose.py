@@ -243,14 +243,16 @@ def _described(found: Diagnosis, fault: Fault, mending: Mending | None) -> Diagn
     in_float32 = range_of(replay.in_float32(place))
     largest, where = fault.before.get(replay.values[place].dtype, (0.0, ""))
     zero = underflow_before(replay, step) if in_float32.is_finite else None
+    infinite = _infinite_constant(found, replay, zero)
+    zero = zero if infinite is None else None
     lost, wrong = None, zero or step
     is_inside = in_float32.is_finite and in_float32.largest < _FAR_INSIDE
     is_early = is_inside if zero is None else not is_half(replay.values[wrong.writes[0]].dtype)
-    if is_early:
+    if is_early and infinite is None:
         lost = _where_digits_are_lost(replay, wrong)
     in_half = "rounding" if _is_undefined(replay, step) else "overflow"
     kind = "underflow" if zero is not None else in_half if in_float32.is_finite else "not finite"
-    constant = _lost_constant(found, wrong, is_zero=zero is not None)
+    constant = infinite or _lost_constant(found, wrong, is_zero=zero is not None)
     found = dataclasses.replace(
         found,
         kind=kind,
@@ -342,6 +344,17 @@ def _lost_constant(found: Diagnosis, step: ReplayedEqn, is_zero: bool) -> LostCo
         is_there = constant.line == step.site.line and (is_cast or name == constant.operation)
         if is_there and (constant.becomes == "0") == is_zero:
             return constant
+    return None
+
+
+def _infinite_constant(
+    found: Diagnosis, replay: EagerReplay, zero: ReplayedEqn | None
+) -> LostConstant | None:
+    """The constant that half precision made infinite, where a zero was made of an infinity: exp(-inf)."""
+    infinite = [constant for constant in found.constants if "inf" in constant.becomes]
+    for place in zero.reads if zero is not None and infinite else ():
+        if not replay.ranges[place].is_finite and range_of(replay.in_float32(place)).is_finite:
+            return infinite[0]
     return None
 
 
