@@ -455,7 +455,8 @@ INSIDE = {
 
 @pytest.mark.parametrize("update", INSIDE.values(), ids=INSIDE)
 def test_an_update_in_a_branch_that_closes_over_gradients(update):
-    closed_over(update)(good, optimizer())
+    for gradient in (good, clipped_right, clipped_by_true_norm):
+        closed_over(update)(gradient, optimizer())
     vars(SCALE_USE).update(vars(ScaleUse()))
     with pytest.warns(UserWarning, match=WARNING):
         closed_over(update)(bad, optimizer())

@@ -13,8 +13,8 @@ module introduces a share s of it, the error without the module is sqrt(1 - s) o
 the largest share over three batches is put into float32.
 
 Programs run operation by operation, so that each rounds as its dtype says; those of `recommend_zoo` are
-compiled. `XLA_FLAGS=--xla_backend_optimization_level=0` compiles in less time, of which they need most, and
-adds up sums in half in the order in which `drift` does: the results are with it.
+compiled. The results are with `XLA_FLAGS=--xla_backend_optimization_level=0`, which compiles in less time, of
+which they need most; half sums are then added up in another order, here and in `drift`.
 """
 
 from collections import Counter

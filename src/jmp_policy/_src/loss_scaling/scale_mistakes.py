@@ -263,6 +263,9 @@ def _changed_while_scaled(division: Division) -> str | None:
     earlier = ancestors(division.params).nodes
     if any(_tests_finiteness(node) for key, node in near.nodes.items() if key not in earlier):
         return _REPAIRED
+    of_scale = ancestors(division.scale)
+    if of_scale.nodes and not near.share_trace(of_scale):
+        return None  # Around a branch or a loop they may have been multiplied again.
     if scales.isdisjoint(near.nodes):
         since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
         if any(map(_depends_on_size, since)):

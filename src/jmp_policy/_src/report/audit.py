@@ -1,6 +1,7 @@
 """Audits the jaxpr of a function: precision of products, silent upcasts, sums in half."""
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -189,10 +190,9 @@ class _AuditWalk(Walk):
         """The products, with their shares of the FLOPs, and why they are not in half."""
         flops = sum(p.flops for p, _ in self._products)
         is_float8, found = any(p.scales for p, _ in self._products), list[Product]()
-        few = self._of_few_terms()
         for p, causes in self._products:
             share, stays = p.flops / flops if flops else 0.0, p.stays if is_float8 else ""
-            cause = p.cause or ("" if p in few else self._places(causes))
+            cause = p.cause or ("" if p in self._of_few_terms else self._places(causes))
             found.append(dataclasses.replace(p, share=share, cause=cause, stays=stays))
         return found
 
@@ -202,7 +202,7 @@ class _AuditWalk(Walk):
         But for those that only meet a loop's float32 sum, and those for products of few terms, which are in
         float32 as they should be.
         """
-        few, left_out = self._of_few_terms(), self._meeting_carries() | self._for_products_of_few_terms()
+        few, left_out = self._of_few_terms, self._meeting_carries() | self._for_products_of_few_terms()
         for index, upcast in self._upcasts.items():
             reaches = dict.fromkeys(
                 p.place for p, causes in self._products if index in causes and p not in few
@@ -210,13 +210,14 @@ class _AuditWalk(Walk):
             if reaches or index not in left_out:
                 yield dataclasses.replace(upcast, reaches=tuple(reaches))
 
+    @functools.cached_property
     def _of_few_terms(self) -> set[Product]:
         return of_few_terms([p for p, _ in self._products if not p.is_half])
 
     def _for_products_of_few_terms(self) -> set[int]:
         """The upcasts in products of few terms, and those of which nothing but such products is made."""
         upcasts, inside, others = dict[int, int](), set[int](), set[int]()
-        places = {p.place for p in self._of_few_terms()}
+        places = {p.place for p in self._of_few_terms}
         for eqn, site, operands, results in self.operations:
             is_few = eqn.primitive.name in _PRODUCTS and site.place in places
             (inside if is_few else others).update(upcasts[v.key] for v in operands if v.key in upcasts)
