@@ -1,5 +1,6 @@
 """Half precision that silently isn't: a product with an uncast parameter is warned of, once, and no other."""
 
+import functools
 import inspect
 import re
 import warnings
@@ -7,6 +8,7 @@ import warnings
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from helpers import products
@@ -212,6 +214,97 @@ ON_PURPOSE = {
 def test_half_parameters_that_are_meant_to_meet_float32_draw_no_warning(compute):
     model = jmpp.wrap(OnPurpose(compute), MIXED)
     silent(model.apply, model.init(jax.random.key(0), X), X)
+
+
+class NNXData(nnx.Module):
+    def __init__(self, compute):
+        self.layer = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.island = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+        self.compute = compute
+
+    def __call__(self, x):
+        return self.compute(self.layer(x), self.island)
+
+
+class Data(nn.Module):
+    """Multiplies what a layer returns with other data."""
+
+    compute: object
+
+    @nn.compact
+    def __call__(self, x):
+        island = nn.Dense(8, name="island")
+        island(x)
+        return self.compute(nn.Dense(8, name="layer")(x), island)
+
+
+def outer_sums(h, island):
+    sums, _ = lax.scan(lambda c, row: (c + row[:, None] * row, None), jnp.zeros((8, 8)), h)
+    return h @ sums
+
+
+DATA = {
+    "made there": lambda h, island: h @ jnp.ones((8, 8)),
+    "scaled by NumPy": lambda h, island: (h * (1 / np.sqrt(8))) @ h.T,
+    "a noise": lambda h, island: (h + jax.random.normal(jax.random.key(0), h.shape)) @ jnp.tanh(h).T,
+    "two dtypes": lambda h, island: lax.dot_general(h, jnp.ones((8, 4)), (((1,), (0,)), ((), ()))),
+    "a carry": outer_sums,
+    "later": lambda h, island: jax.nn.softmax(2 * (h * np.float32(2))) @ h.T,
+}
+MEANT = {
+    "cast by name": lambda h, island: h.astype(jnp.float32) @ jnp.ones((8, 8)),
+    "of a float32 module": lambda h, island: h @ jnp.tanh(island(h)).T,
+    "of a float32 module alone": lambda h, island: island(jnp.ones((8, 8))) @ island(h).T,
+    "no half value": lambda h, island: (h, jnp.ones((8, 8)) @ jnp.eye(8)),
+    "half again": lambda h, island: (h * np.float32(2)).astype(h.dtype) @ h.T,
+    "few terms": lambda h, island: (h * np.float32(2))[:, :4] @ h[:, :4].T,
+    "a number": lambda h, island: (h * float(1 / np.sqrt(8)) * 2) @ h.T,
+    "few of the FLOPs": lambda h, island: (h, (h * np.float32(2))[:1] @ jnp.ones((8, 1))),
+    "the next layer casts": lambda h, island: island(h * np.float32(2)),
+}
+
+
+def in_linen(compute, policy):
+    model = jmpp.wrap(Data(compute), policy)
+    return functools.partial(model.apply, model.init(jax.random.key(0), X))
+
+
+def in_nnx(compute, policy):
+    return jmpp.wrap(NNXData(compute), policy)
+
+
+@pytest.mark.parametrize("model", [in_linen, in_nnx])
+@pytest.mark.parametrize("compute", DATA.values(), ids=DATA)
+def test_half_data_that_meets_float32_data_draws_one_warning(compute, model):
+    call = model(compute, jmpp.PolicyMap(MIXED, {"island": "float32"}))
+    with pytest.warns(UserWarning, match="although the policy says half.*half values meet float32") as found:
+        [jax.make_jaxpr(lambda x: call(x))(X) for _ in range(2)]
+    (one,) = found
+    assert one.filename == __file__
+    assert "NumPy numbers, as np.sqrt(2), by float" in str(one.message)
+    silent(model(compute, "float32"), X)
+
+
+@pytest.mark.parametrize("model", [in_linen, in_nnx])
+@pytest.mark.parametrize("compute", MEANT.values(), ids=MEANT)
+def test_data_that_is_meant_to_be_float32_draws_no_warning(compute, model):
+    silent(model(compute, jmpp.PolicyMap(MIXED, {"island": "float32"})), X)
+
+
+def test_the_line_where_half_data_became_float32():
+    class Late(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8)(x)
+            scaled = h * np.float32(2)
+            return jnp.tanh(scaled) @ h.T
+
+    start = inspect.getsourcelines(Late.__call__)[1]
+    model = jmpp.wrap(Late(), MIXED)
+    variables = model.init(jax.random.key(0), X)
+    where = rf":{start + 4} \(.*meet float32 values at test_float32_products.py:{start + 3} "
+    with pytest.warns(UserWarning, match=where):
+        jax.make_jaxpr(model.apply)(variables, X)
 
 
 def loss(apply):

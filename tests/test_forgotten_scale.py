@@ -432,6 +432,36 @@ def test_gradients_in_which_what_is_not_finite_is_replaced_draw_a_warning(repair
         in_jit(lambda s, p, x: repair(good(s, p, x)), optimizer())
 
 
+def cross_entropy(params, x):
+    logits, labels = x @ params["w"] + params["b"], jnp.arange(8) % 2
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def weighted_by_loss(state, params, x=X):
+    (loss, grads) = jmpp.scaled_value_and_grad(cross_entropy)(state, params, x)
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1 / loss), grads)
+
+
+def forward_gradient(state, params, x=X):
+    scale = jmpp.optim.get_loss_scale_state(state).loss_scale
+    direction = jax.tree.map(jnp.ones_like, params)
+    _, slope = jax.jvp(lambda p: scale.scale(cross_entropy(p, x)), (params,), (direction,))
+    return jax.tree.map(lambda v: slope * v, direction)
+
+
+@pytest.mark.parametrize("gradient", [weighted_by_loss, forward_gradient])
+def test_a_test_for_infinities_in_the_loss_is_none_of_gradients(gradient):
+    in_jit(gradient, optimizer())
+
+
+def test_gradients_of_another_program_that_are_repaired_draw_a_warning():
+    def step(params, state, grads):
+        return optimizer().update(REPAIRED["isfinite"](grads), state, params)
+
+    with pytest.warns(UserWarning, match="tested for NaN and infinities"):
+        trace(step, PARAMS, optimizer().init(PARAMS), PARAMS)
+
+
 def closed_over(update):
     """Places where a branch, a loop or a function gets parameters and state, and closes over gradients."""
 

@@ -30,12 +30,15 @@ _WARNED: dict[int, Any] = {}
 
 
 @contextlib.contextmanager
-def watched(model: Any, stored: Callable[[], Iterable[tuple[str, Any]]], repair: str) -> Iterator[None]:
+def watched(
+    model: Any, stored: Callable[[], Iterable[tuple[str | None, Any]]], repair: str
+) -> Iterator[None]:
     """Warns of what a call adds to the program that is being traced, once for each model.
 
     Args:
       model: the outermost module that is called under a policy.
-      stored: gives the arrays that are stored for its half-precision modules, with their paths.
+      stored: gives the arrays that are stored for its half-precision modules, with their paths; for others
+        with None.
       repair: how such an array is read in half, for the message.
     """
     program = None if id(model) in _WARNED else compat.program_being_traced()

@@ -16,7 +16,13 @@ import numpy as np
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.jaxpr import calls, compat
-from jmp_policy._src.jaxpr.data_flow import Ancestors, ancestors, ends_backward_pass, transposes
+from jmp_policy._src.jaxpr.data_flow import (
+    Ancestors,
+    ancestors,
+    computed_from,
+    ends_backward_pass,
+    transposes,
+)
 from jmp_policy._src.jaxpr.jax_sources import directory_of
 from jmp_policy._src.jaxpr.source_lines import source_line
 from jmp_policy._src.loss_scaling.gradient_changes import are_changed
@@ -261,7 +267,9 @@ def _changed_while_scaled(division: Division) -> str | None:
     near, scales = ancestors(division.grads, stop=ends_backward_pass), _arrays_of(division.scale)
     # Parameters that weight decay adds may come of an earlier update in the same program.
     earlier = ancestors(division.params).nodes
-    if any(_tests_finiteness(node) for key, node in near.nodes.items() if key not in earlier):
+    tests = {key for key, node in near.nodes.items() if key not in earlier and _tests_finiteness(node)}
+    # The value of a loss, by which gradients may be weighted, has tests inside too: that of a logsumexp.
+    if tests and not tests.isdisjoint(computed_from(division.grads, _first_gradients(near, division))):
         return _REPAIRED
     of_scale = ancestors(division.scale)
     if of_scale.nodes and not near.share_trace(of_scale):
@@ -275,6 +283,15 @@ def _changed_while_scaled(division: Division) -> str | None:
         )
     divides = any(_power(grad, scales, earlier) < 0 for grad in jax.tree.leaves(division.grads))
     return _DIVIDED if divides else None
+
+
+def _first_gradients(near: Ancestors, division: Division) -> Ancestors:
+    """What the backward pass gives; where there is none, the inputs that have the shape of a gradient."""
+    ends = {id(eqn) for eqn in near.equations if ends_backward_pass(eqn)}
+    shapes = set(map(np.shape, jax.tree.leaves(division.grads)))
+    found = [x for x in near.nodes.values() if id((compat.traced_by(x) or (x, None))[1]) in ends]
+    found = found or [x for x in _foreign(near, division) if x.shape in shapes]
+    return Ancestors({id(x): x for x in found}, [], [])
 
 
 def _arrays_of(scale: Any) -> set[int]:

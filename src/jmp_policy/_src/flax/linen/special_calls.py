@@ -125,8 +125,8 @@ REPAIR = (
 )
 
 
-def stored_in_half(scope: Scope, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The variables, as they are stored, of modules in half precision: asked for where a product is float32.
+def stored_in_half(scope: Scope, module: nn.Module) -> Iterator[tuple[str | None, Any]]:
+    """The variables as they are stored, with their paths if they are of modules in half, else with None.
 
     They are those of the outermost module and below it. What has not run belongs to the next module above it.
     """
@@ -137,6 +137,6 @@ def stored_in_half(scope: Scope, module: nn.Module) -> Iterator[tuple[str, Any]]
         path = (*start, *names)
         owner = next(path[:depth] for depth in range(len(path), -1, -1) if path[:depth] in half_modules)
         cls = half_modules[owner]
-        if cls is not None and not issubclass(cls, bridge):  # An NNX module looks at its variables itself.
-            text = path_text(path)
-            yield text if collection == "params" else f"{text} of {collection}", array
+        text = path_text(path) if collection == "params" else f"{path_text(path)} of {collection}"
+        # An NNX module looks at its variables itself.
+        yield None if cls is None or issubclass(cls, bridge) else text, array

@@ -23,8 +23,8 @@ REPAIR = (
 _ARRAYS = (jax.Array, np.ndarray)
 
 
-def in_half(root: Any, start: Path = (), is_half_above: bool = True) -> Iterator[tuple[str, Any]]:
-    """The arrays in a model that belong to modules in half precision, with their paths.
+def in_half(root: Any, start: Path = (), is_half_above: bool = True) -> Iterator[tuple[str | None, Any]]:
+    """The arrays in a model: with their paths if they belong to modules in half precision, else with None.
 
     Those of modules that are known by a bound method or a partial alone come last.
 
@@ -49,8 +49,8 @@ def in_half(root: Any, start: Path = (), is_half_above: bool = True) -> Iterator
                 functions.append((leaf.__self__, here, is_used_in_half))
             elif isinstance(leaf, functools.partial):
                 functions.append(([leaf.func, leaf.args, leaf.keywords], here, is_used_in_half))
-            elif isinstance(leaf, _ARRAYS) and is_used_in_half:
-                yield path_text(here), leaf
+            elif isinstance(leaf, _ARRAYS):
+                yield path_text(here) if is_used_in_half else None, leaf
     known = set(map(id, nodes.values()))
     for held, here, is_used_in_half in functions:
         if id(held) not in known:
