@@ -302,7 +302,10 @@ STEPS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: step(TX, grads=lambda p, s: {"v": gradients(s, p)[1]["w"]}),
         "structure|tree",
     ),
-    "value and gradients": (lambda: step(TX, grads=lambda p, s: gradients(s, p)), "loss, grads|value|pair"),
+    "value and gradients": (
+        lambda: step(TX, grads=lambda p, s: gradients(s, p)),
+        r"loss, grads = scaled_value_and_grad",
+    ),
     "a state of another optimizer": (
         lambda: TX.update(PARAMS, SGD.init(PARAMS), PARAMS),
         "pass the state that its own init returned",

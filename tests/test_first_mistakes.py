@@ -20,7 +20,6 @@ LOWER = {
     "a loss of integers": 1,
     "parameters that are integers": 1,
     "gradients of other parameters": 1,
-    "value and gradients": 1,
     "update without params": 1,
     "a Linen model to nnx": 1,
     "another model's checkpoint": 2,

@@ -424,6 +424,7 @@ REPAIRED = {
     "isnan": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isnan(x) | jnp.isinf(x), 0, x), g),
     "all": lambda g: jmpp.select_tree(jmpp.all_finite(g), g, jax.tree.map(jnp.zeros_like, g)),
 }
+REPAIRED |= {f"{name} in a jitted function": jax.jit(repair) for name, repair in REPAIRED.items()}
 
 
 @pytest.mark.parametrize("repair", REPAIRED.values(), ids=REPAIRED)
@@ -447,6 +448,16 @@ def forward_gradient(state, params, x=X):
     direction = jax.tree.map(jnp.ones_like, params)
     _, slope = jax.jvp(lambda p: scale.scale(cross_entropy(p, x)), (params,), (direction,))
     return jax.tree.map(lambda v: slope * v, direction)
+
+
+def zero_where_the_loss_is_infinite(state, params, x=X):
+    loss, grads = jmpp.scaled_value_and_grad(loss_fn)(state, params, x)
+    return jax.tree.map(lambda g: jnp.where(jnp.isfinite(loss), g, 0.0), grads)
+
+
+def test_a_test_of_the_loss_that_replaces_gradients_draws_a_warning():
+    with pytest.warns(UserWarning, match="tested for NaN and infinities"):
+        in_jit(zero_where_the_loss_is_infinite, optimizer())
 
 
 @pytest.mark.parametrize("gradient", [weighted_by_loss, forward_gradient])
@@ -596,6 +607,7 @@ UNCHANGED = {
     "median": lambda g, p: jax.tree.map(lambda x: x - jnp.median(x), g),
     "rms": lambda g, p: jax.tree.map(lambda x: jnp.sqrt(x**2) * jnp.sign(x), g),
     "jit": lambda g, p: jax.jit(lambda g: (jax.tree.map(lambda x: 2 * x, g), _norm(g)))(g)[0],
+    "two norms": lambda g, p: jax.tree.map(lambda x: x * optax.tree.norm(g) / optax.tree.norm(g), g),
 }
 
 
@@ -603,6 +615,24 @@ UNCHANGED = {
 def test_gradients_changed_by_hand_with_the_scale_in_them_draw_a_warning(change):
     with pytest.warns(UserWarning, match="gradients that were clipped, normalised or changed otherwise"):
         in_jit(lambda s, p, x: change(good(s, p, x), p), optimizer())
+
+
+DIVIDED = {
+    "by hand": lambda g, scale: jax.tree.map(lambda x: x / scale.loss_scale, g),
+    "unscale": lambda g, scale: scale.unscale(g),
+    "weighted": lambda g, scale: jax.tree.map(lambda x: 0.5 * x / (2 * scale.loss_scale), g),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize("divide", DIVIDED.values(), ids=DIVIDED)
+def test_gradients_divided_in_a_function_of_their_own_draw_a_warning(divide, wrap):
+    def changed(change):
+        return lambda s, p, x=X: wrap(change)(good(s, p, x), jmpp.optim.get_loss_scale_state(s).loss_scale)
+
+    with pytest.warns(UserWarning, match="divided by the loss scale already"):
+        in_jit(changed(divide), optimizer())
+    in_jit(changed(lambda g, scale: scale.scale(divide(g, scale))), optimizer())
 
 
 def test_gradients_halved_for_a_second_update_in_one_step_draw_none():

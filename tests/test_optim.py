@@ -429,12 +429,13 @@ def test_states_of_several_optimizers_are_no_chain():
     jmpp.scaled_value_and_grad(jnp.sum)(ordered, params)
 
 
-@pytest.mark.parametrize("outer", ["mechanize", "schedule_free", "lookahead"])
+@pytest.mark.parametrize("outer", ["mechanize", "schedule_free", "lookahead", "sam"])
 def test_wrappers_that_keep_something_belong_inside(outer):
     make = {
         "mechanize": optax.contrib.mechanize,
         "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
         "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+        "sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.05)),
     }[outer]
     params = jnp.ones(2)
     start = optax.LookaheadParams.init_synced(params) if outer == "lookahead" else params

@@ -123,6 +123,32 @@ def test_measured_errors_are_those_of_one_module_in_half():
         assert row.predicted == pytest.approx(error, rel=0.01 if row.path else 0.2), row
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [False, True])
+def test_what_is_computed_with_a_weight_that_is_no_longer_trained_counts(stops):
+    class Features(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            weights = self.param("weights", nn.initializers.normal(16.0), (16,))
+            weights = jax.lax.stop_gradient(weights) if stops else weights
+            return nn.Dense(3, name="last")(jnp.sin(x[:, :1] * weights * 2 * jnp.pi))
+
+    bare = Features()
+    params = bare.init(jax.random.key(0), X)["params"]
+
+    def loss(params, model=bare):
+        return jnp.mean((model.apply({"params": params}, X) - Y) ** 2)
+
+    half = functools.partial(loss, model=jmpp.wrap(bare, "mixed_float16"))
+    exact, rounded = (np.ravel(jax.grad(f)(params)["last"]["kernel"]) for f in (loss, half))
+    found = jmpp.sensitivity(loss, params, probes=32, measure=False)
+    error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+    assert error > 0.005
+    if stops:  # The others have gradients of weights too.
+        assert error / 2 < found.of("").predicted < 2 * error
+    assert found.of("last").predicted < 0.1 * found.of("").predicted
+
+
 class Kink(nn.Module):
     """In float32 the relu lets through 2**-12; in half its input is 0."""
 

@@ -200,6 +200,14 @@ def name_of(eqn: Any) -> str:
     return info.func_name
 
 
+def file_of(jaxpr: Any) -> str:
+    """The file of the function that was traced to a jaxpr; "" if JAX does not tell.
+
+    Private: `Jaxpr.debug_info`. JAX has no public way to ask a call for its function's file.
+    """
+    return getattr(getattr(jaxpr, "debug_info", None), "func_filename", None) or ""
+
+
 def bind_primitive(primitive: Any, values: Sequence[Any], params: dict[str, Any]) -> list[Any]:
     """What a primitive gives for values, with the parameters of an equation; always a list."""
     out = primitive.bind(*values, **primitive.get_bind_params(params))

@@ -1,8 +1,8 @@
-"""Whether gradients are still a multiple of those of the backward pass, or clipped, normalised, added to.
+"""Whether gradients are still a multiple of those of the backward pass, or clipped, normalised, divided.
 
-Of a value its degree is followed: with gradients k times as large it is k**degree times as large. Gradients
-have 1, their squares 2, a direction 0; parameters, numbers, and gradients of a loss without the scale 0. The
-sum of values of two degrees has none, and neither has what is computed from it.
+Of a value its degree is followed: with a loss scale k times as large it is k**degree times as large. The
+scale and gradients have 1, their squares 2, a direction 0; parameters, numbers, and gradients of a loss
+without the scale 0. The sum of values of two degrees has none, and neither has what is computed from it.
 """
 
 import math
@@ -24,8 +24,8 @@ NONE, UNKNOWN, ANY, DISCRETE = math.inf, math.nan, None, -math.inf
 Degree = float | None
 
 
-def are_changed(grads: PyTree, params: PyTree, scale: PyTree) -> bool:
-    """Whether some gradients are no multiple of what a backward pass of the running trace gave.
+def degrees(grads: PyTree, params: PyTree, scale: PyTree) -> set[Degree]:
+    """The degrees of gradients other than 1, as far as the running trace and a backward pass in it tell.
 
     Args:
       grads: gradients before an update.
@@ -34,14 +34,15 @@ def are_changed(grads: PyTree, params: PyTree, scale: PyTree) -> bool:
     """
     near = ancestors(grads, stop=ends_backward_pass)
     if not any(map(ends_backward_pass, near.equations)):
-        return False
+        return set()
     known: dict[int, Degree] = {_key(x): 0.0 for x in jax.tree.leaves(params)}
+    known |= {_key(x): 1.0 for x in jax.tree.leaves(scale)}
     scaled, leaves = computed_from(grads, ancestors(scale)), jax.tree.leaves(grads)
     if from_scale := [x for x in leaves if _key(x) in scaled]:
         leaves = from_scale
         known |= {_key(x): 0.0 for x in near.nodes.values() if _is_unscaled(x, scaled)}
-    degrees = [_of_traced(x, known) for x in leaves]
-    return any(d == NONE or (d is not None and math.isfinite(d) and d != 1) for d in degrees)
+    found = {_of_traced(x, known) for x in leaves}
+    return {d for d in found if d == NONE or (d is not None and math.isfinite(d) and d != 1)}
 
 
 def _is_unscaled(x: Any, scaled: set[int]) -> bool:
@@ -110,13 +111,16 @@ def _of_results(eqn: Any, degrees: Sequence[Degree], dtypes: Iterable[Any]) -> l
 
 def _of_result(eqn: Any, degrees: Sequence[Degree]) -> Degree:
     name, both = eqn.primitive.name, _combined(degrees)
+    if name == "unscale":
+        return _of_product(_combined(degrees[1:]), degrees[0], divides=True)
+    is_product = name in HAVING[Trait.PRODUCT] or PYTHON_OPERATORS.get(name) in ("*", "/")
+    power = _POWERS.get(name) or (eqn.params.get("y", 2) if name in ("square", "integer_pow") else None)
     if both in (ANY, DISCRETE):
-        return ANY if both is ANY and name in _SAME else 0.0
+        return ANY if both is ANY and (is_product or power or name in _SAME) else 0.0
     if math.isnan(both) or both == 0:
         return both
-    if name in HAVING[Trait.PRODUCT] or PYTHON_OPERATORS.get(name) in ("*", "/"):
+    if is_product:
         return _of_product(*degrees[:2], divides=PYTHON_OPERATORS.get(name) == "/")
-    power = _POWERS.get(name) or (eqn.params.get("y", 2) if name in ("square", "integer_pow") else None)
     if power is not None:
         return both * power if both != NONE else NONE
     if name in HAVING[Trait.DECIDES] - HAVING[Trait.COMPARISON]:

@@ -27,7 +27,7 @@ from jax import lax
 
 from jmp_policy._src.core.dtypes import is_number
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling import float8_state, loss_scales
+from jmp_policy._src.loss_scaling import float8_state, loss_scales, scale_mistakes
 from jmp_policy._src.loss_scaling.forgotten_scale import ForgottenScaleCheck
 from jmp_policy._src.loss_scaling.gradients import Decision, all_finite
 from jmp_policy._src.loss_scaling.loss_scale import (
@@ -125,6 +125,8 @@ def loss_scaled(
     ) -> tuple[PyTree, LossScaledState]:
         check_state(state, LossScaledState, "loss_scaled")
         check_no_number(state)
+        if type(updates) is tuple and jax.tree.structure(updates[1:]) == jax.tree.structure((params,)):
+            raise scale_mistakes.loss_and_gradients()
         scaled = by_loss(updates)
         scales = state.loss_scale.scales if several else {"": state.loss_scale}
         # With the scale the loss was multiplied by, not the adjusted one: on a growth step that is

@@ -25,7 +25,7 @@ from jmp_policy._src.jaxpr.data_flow import (
 )
 from jmp_policy._src.jaxpr.jax_sources import directory_of
 from jmp_policy._src.jaxpr.source_lines import source_line
-from jmp_policy._src.loss_scaling.gradient_changes import are_changed
+from jmp_policy._src.loss_scaling.gradient_changes import degrees
 from jmp_policy._src.loss_scaling.protocol import FromDict
 
 
@@ -76,6 +76,14 @@ def no_loss_itself() -> TypeError:
     return TypeError(
         "scaled_value_and_grad and accumulate_gradients take the loss function itself, and got what one of "
         "them returned. accumulate_gradients(loss_fn, n)(opt_state, params, batch) scales the loss too."
+    )
+
+
+def loss_and_gradients() -> TypeError:
+    """Makes the error for an update with both results of `scaled_value_and_grad`."""
+    return TypeError(
+        "update takes gradients, and got (loss, gradients): write loss, grads = "
+        "scaled_value_and_grad(loss_fn)(opt_state, params), and update(grads, opt_state, params)."
     )
 
 
@@ -267,22 +275,36 @@ def _changed_while_scaled(division: Division) -> str | None:
     near, scales = ancestors(division.grads, stop=ends_backward_pass), _arrays_of(division.scale)
     # Parameters that weight decay adds may come of an earlier update in the same program.
     earlier = ancestors(division.params).nodes
-    tests = {key for key, node in near.nodes.items() if key not in earlier and _tests_finiteness(node)}
-    # The value of a loss, by which gradients may be weighted, has tests inside too: that of a logsumexp.
-    if tests and not tests.isdisjoint(computed_from(division.grads, _first_gradients(near, division))):
+    tests = {id(node): node for key, node in near.nodes.items() if key not in earlier and _is_test(node)}
+    if tests and _repairs(division.grads, Ancestors(tests, [], []), _first_gradients(near, division)):
         return _REPAIRED
     of_scale = ancestors(division.scale)
     if of_scale.nodes and not near.share_trace(of_scale):
         return None  # Around a branch or a loop they may have been multiplied again.
-    if scales.isdisjoint(near.nodes):
-        since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
-        if any(map(_depends_on_size, since)):
-            return _CLIPPED.format("optax has")
-        return (
-            _CLIPPED.format("were") if are_changed(division.grads, division.params, division.scale) else None
-        )
-    divides = any(_power(grad, scales, earlier) < 0 for grad in jax.tree.leaves(division.grads))
-    return _DIVIDED if divides else None
+    has_scale = not scales.isdisjoint(near.nodes)
+    since = [eqn for eqn in near.equations if id(eqn) not in earlier and not ends_backward_pass(eqn)]
+    if not has_scale and any(map(_depends_on_size, since)):
+        return _CLIPPED.format("optax has")
+    found = degrees(division.grads, division.params, division.scale)
+    is_divided = has_scale and any(degree is not None and degree < 1 for degree in found)
+    return _DIVIDED if is_divided else _CLIPPED.format("were") if found else None
+
+
+def _repairs(grads: PyTree, tests: Ancestors, first: Ancestors) -> bool:
+    """Whether tests for finiteness are of gradients, or choose between these and something else.
+
+    The value of a loss, by which gradients may be weighted, has tests inside too: that of a logsumexp.
+    """
+    of_gradients, of_tests = computed_from(grads, first), computed_from(grads, tests)
+    if not of_gradients.isdisjoint(tests.nodes):
+        return True
+    for node in ancestors(grads).nodes.values():
+        _, _, operands = compat.traced_by(node) or (None, None, ())
+        read = [traced[0] for traced in map(compat.traced_by, operands) if traced is not None]
+        by_test = any(x.dtype == bool and id(x) in of_tests for x in read)
+        if by_test and any(id(x) in of_gradients for x in read):
+            return True
+    return False
 
 
 def _first_gradients(near: Ancestors, division: Division) -> Ancestors:
@@ -299,36 +321,25 @@ def _arrays_of(scale: Any) -> set[int]:
     return {id(traced[0]) for x in jax.tree.leaves(scale) if (traced := compat.traced_by(x))}
 
 
-def _tests_finiteness(node: Any) -> bool:
-    """Whether a value says what of another one is not finite, or replaces that; NaN differs from itself."""
+def _is_test(node: Any) -> bool:
+    """Whether a value says what of another one is not finite, or replaces that."""
     traced = compat.traced_by(node)
-    if traced is None or traced[1] is None or ends_backward_pass(traced[1]):
+    return traced is not None and traced[1] is not None and _tests_finiteness(traced[1])
+
+
+def _tests_finiteness(eqn: Any) -> bool:
+    """Whether an equation tests for finiteness (NaN differs from itself), or calls a function that does.
+
+    Of JAX's own functions only `jnp.nan_to_num` counts: a median looks for NaN too.
+    """
+    name, operands = eqn.primitive.name, eqn.invars
+    if ends_backward_pass(eqn):
         return False
-    name, operands = traced[1].primitive.name, traced[2]
-    is_test = name in ("is_finite", "all_finite") or (name == "ne" and operands[0] is operands[1])
-    return is_test or _is_nan_to_num(traced[1])
-
-
-def _is_nan_to_num(eqn: Any) -> bool:
-    """Whether an equation calls `jnp.nan_to_num`, itself or inside."""
-    inside = (inner for jaxpr in calls.inner_jaxprs(eqn) for inner in compat.open_jaxpr(jaxpr).eqns)
-    return eqn.params.get("name") == "nan_to_num" or any(map(_is_nan_to_num, inside))
-
-
-def _power(gradient: Any, scales: set[int], earlier: Any) -> int:
-    """How often the scale has multiplied a gradient since its backward pass, less how often it divided it."""
-    power, traced = 0, compat.traced_by(gradient)
-    while traced is not None and traced[1] is not None and not ends_backward_pass(traced[1]):
-        _, eqn, operands = traced
-        powers = [_power_in_factor(x, scales) for x in operands]
-        if eqn.primitive.name in _DIVISOR:
-            power -= powers[_DIVISOR[eqn.primitive.name]]
-        elif eqn.primitive.name == "mul":
-            power += sum(powers)
-        rest = [x for x, is_scale in zip(operands, powers, strict=True) if not is_scale]
-        known = [x for x in rest if (own := compat.traced_by(x)) is not None and id(own[0]) not in earlier]
-        traced = compat.traced_by(max(known, key=np.size, default=None))
-    return power
+    if name in ("is_finite", "all_finite") or (name == "ne" and operands[0] is operands[1]):
+        return True
+    inner = list(map(compat.open_jaxpr, calls.inner_jaxprs(eqn)))
+    users = [jaxpr for jaxpr in inner if not compat.file_of(jaxpr).startswith(_JAX)]
+    return eqn.params.get("name") == "nan_to_num" or any(_tests_finiteness(e) for x in users for e in x.eqns)
 
 
 def _power_in_factor(x: Any, scales: set[int]) -> int:
@@ -371,9 +382,6 @@ def _depends_on_size(eqn: Any) -> bool:
             return frame.function_name.split(".")[0] not in _LINEAR
     return False
 
-
-#: Which operand divides; "unscale" is that of loss scales.
-_DIVISOR = {"div": 1, "unscale": 0}
 
 _JAX, _OPTAX = directory_of("jax"), directory_of("optax")
 

@@ -57,7 +57,9 @@ def find_loss_scale(scale_or_state: Any, loss: str | None = None) -> LossScale:
     if not is_scale(scale):
         path, state = find_one(scale)
         scale = unwrapped(state.loss_scale)
-        if path not in ("", ".opt_state") and (around := placement.misplaced(scale_or_state, state)):
+        # A TrainState holds it too, and is no tuple.
+        is_around = path and (path != ".opt_state" or isinstance(scale_or_state, tuple))
+        if is_around and (around := placement.misplaced(scale_or_state, state)):
             warnings.warn(around, UserWarning, stacklevel=3)
     if loss is not None or not is_loss_scale(scale):
         scale = pick(scale, loss)

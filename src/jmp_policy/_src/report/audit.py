@@ -244,7 +244,7 @@ class _AuditWalk(Walk):
         return "; ".join(dict.fromkeys(silent or [self._written[c] for c in causes if c in self._written]))
 
 
-_PRODUCTS = HAVING[Trait.PRODUCT]
+_PRODUCTS, _VIEWS = HAVING[Trait.PRODUCT], HAVING[Trait.VIEW]
 
 #: Kernels without a jaxpr, or with one that computes on parts of arrays.
 _KERNELS = HAVING[Trait.KERNEL]
@@ -282,11 +282,12 @@ def half_operations(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
 #: to this: 128 terms in float16, 16 in bfloat16.
 _FEW = 1 / 8
 
+
 #: What makes the gradient of an array that is read in several places a float32 sum.
-_OF_GRADIENTS = "g=f32 in the policy (for an activation: a cast to float32 before it is read)"
+_OF_WEIGHT, _OF_ACTIVATION = "g=f32 in the policy", "a cast to float32 before it is read"
 
 
-def half_sums(operations: Iterable[Operation]) -> Iterator[HalfOperation]:
+def half_sums(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
     """Finds sums in half precision that add one term after another: scatter-adds, and the carries of loops.
 
     XLA adds the terms of a `reduce_sum` or `cumsum` in parts, and then the parts: of 8192 equal float16 terms
@@ -294,7 +295,7 @@ def half_sums(operations: Iterable[Operation]) -> Iterator[HalfOperation]:
     than half of its last digit: of those terms, two thirds are lost. (Both measured on a CPU. There a sum
     over several axes is added one by one too, as the gradient of a convolution's bias; not so on a GPU.)
     """
-    distinct = dict[int, int]()
+    distinct, of_activations = dict[int, int](), _computed_with(operations)
 
     def distinct_of(info: ValueInfo) -> int:
         """How many different numbers are known to be among the elements of a value."""
@@ -321,10 +322,26 @@ def half_sums(operations: Iterable[Operation]) -> Iterator[HalfOperation]:
                 distinct[results[0].key] = max(counts)
         for dtype, terms, repair in sums:
             if not 0 < terms * float(jnp.finfo(dtype).eps) <= _FEW:
-                repair = _OF_GRADIENTS if site.backward else repair
+                if site.backward:
+                    # Of a loop's results no readers are known.
+                    is_activation = not operation.is_loop and results[0].key in of_activations
+                    repair = _OF_ACTIVATION if is_activation else _OF_WEIGHT
+                    repair += f" (for an activation: {_OF_ACTIVATION})" if operation.is_loop else ""
                 count = f"up to {terms} terms" if terms else "an unknown number of terms"
                 why = f"adds {count} one after another: {repair} makes it a float32 sum"
                 yield _half_operation(name, site, dtype, why, terms)
+
+
+def _computed_with(operations: Sequence[Operation]) -> set[int]:
+    """The keys of half values that an operation computes with, as no cast does: of no weight's gradients."""
+    source, found = dict[int, int](), set[int]()
+    for eqn, _, operands, results in operations:
+        if eqn.primitive.name in _VIEWS and len(operands) == 1:
+            source[results[0].key] = source.get(operands[0].key, operands[0].key)
+        elif eqn.primitive.name != "unscale":
+            pairs = zip(eqn.invars, operands, strict=False)  # Of loops there are none.
+            found.update(source.get(info.key, info.key) for atom, info in pairs if is_half(ir.dtype_of(atom)))
+    return found
 
 
 def _summed_carries(eqn: Any) -> Iterator[tuple[Any, int]]:
@@ -429,7 +446,7 @@ def _adds_to(jaxpr: Any, start: Any, end: Any) -> bool:
     return not isinstance(end, compat.Literal) and sums.get(end, False)
 
 
-_SCATTERS, _VIEWS = HAVING[Trait.SCATTER_SUM], HAVING[Trait.VIEW]
+_SCATTERS = HAVING[Trait.SCATTER_SUM]
 _ADDS, _JOINS = HAVING[Trait.ADDITION], HAVING[Trait.JOINS]
 
 #: Operations that give the numbers of their operands, or whole ones next to them.

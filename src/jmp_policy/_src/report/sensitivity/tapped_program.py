@@ -123,6 +123,15 @@ def _sum_backward(transposable: Any, dtype: str, residuals: Any, g: Any) -> Any:
 tap_sum.defvjp(_sum_forward, _sum_backward)
 
 
+@jax.custom_vjp
+def _without_gradient(x: Any) -> Any:
+    """`lax.stop_gradient` in the loss; what the gradient is computed from is differentiated all the same."""
+    return x
+
+
+_without_gradient.defvjp(lambda x: (x, None), lambda _, g: (jax.numpy.zeros_like(g),))
+
+
 class Tapped:
     """Value of a running program.
 
@@ -261,6 +270,8 @@ class TappedProgram(Interpreter):
                 arrays[place] = tap(Which(True, False, self._dtype), array, counts, sink.beside(array))
         if _adds_up_cotangents(eqn) and self._is_asked(group):
             outs = self._summed(eqn, arrays, group)
+        elif eqn.primitive.name == "stop_gradient" and is_half(ir.dtype_of(eqn.invars[0])):
+            outs = [_without_gradient(*arrays)]
         elif holds_half(eqn):
             has_own = calls.kind_of(eqn) in (Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
             outs = (_with_own_derivative if has_own else replay_equation)(eqn, arrays)
