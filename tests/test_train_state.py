@@ -97,6 +97,33 @@ def test_train_state_computes_in_the_precision():
         assert {p.lhs for p in found.products} == {dtype}
 
 
+def loss_with(state, apply_fn):
+    loss_fn = loss_of(apply_fn, state.batch_stats, X)
+    return jax.make_jaxpr(lambda params: state.value_and_grad(loss_fn, has_aux=True)(params))(state.params)
+
+
+def test_a_loss_that_calls_the_bare_model_draws_a_warning():
+    state = started()
+    with pytest.warns(UserWarning, match=r"No module that the loss calls has a policy.*Call state\.apply_fn"):
+        loss_with(state, Net().apply)
+    loss_with(state, state.apply_fn)
+    loss_with(state, jmpp.wrap(Net(), "mixed_float16").apply)
+    with jmpp.linen.intercept("mixed_float16"):
+        loss_with(state, Net().apply)
+    loss_with(started("float32"), Net().apply)
+
+
+def test_a_bare_model_beside_the_governed_one_draws_none():
+    state, teacher = started(), Net()
+
+    def loss_fn(params):
+        variables = {"params": params, "batch_stats": state.batch_stats}
+        outs = [apply(variables, X, train=False) for apply in (teacher.apply, state.apply_fn)]
+        return ((outs[0] - outs[1]) ** 2).mean()
+
+    state.value_and_grad(loss_fn)(state.params)
+
+
 def test_train_state_of_a_function_that_calls_modules():
     def apply(variables, x, **options):
         return Net().apply(variables, x, **options)

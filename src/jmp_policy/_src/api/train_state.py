@@ -1,5 +1,7 @@
 """Flax's TrainState with one precision for all its parts: model, optimizer, loss scale, skipped steps."""
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,12 +12,13 @@ from flax.training import train_state
 from jmp_policy._src.api.precision import check_one_loss_scale, from_config
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.flax.linen.framework import intercept
+from jmp_policy._src.flax.linen.framework import intercept, policy_of
 from jmp_policy._src.loss_scaling.metrics import grads_finite
 from jmp_policy._src.loss_scaling.selection import select_tree
 from jmp_policy._src.loss_scaling.state import Transformation
 from jmp_policy._src.loss_scaling.value_and_grad import scaled_value_and_grad
 from jmp_policy._src.policy.rules import PolicyMap, policies_of
+from jmp_policy._src.policy.scope import ACTIVE
 
 S = TypeVar("S", bound="TrainState")
 
@@ -85,9 +88,9 @@ class TrainState(train_state.TrainState):
 
         Returns:
           A function `(*args, **kwargs) -> (value, grads)`: the loss as it is, and gradients for
-          `apply_gradients`.
+          `apply_gradients`. It warns of a loss whose Linen modules are all without a policy.
         """
-        gradient = scaled_value_and_grad(fun, **options)
+        gradient = scaled_value_and_grad(_with_check(fun, self.apply_fn), **options)
 
         def value_and_scaled_grad(*args: Any, **kwargs: Any) -> Any:
             return gradient(self.opt_state, *args, **kwargs)
@@ -122,6 +125,35 @@ class TrainState(train_state.TrainState):
                 ) from error
 
         return new.replace(params=kept("params"), **{name: kept(name) for name in kwargs})
+
+
+def _with_check(fun: Any, apply_fn: Any) -> Any:
+    """A loss function that warns where it calls Linen modules, and none of them under a policy."""
+    module = getattr(apply_fn, "__self__", None)
+    rules = policy_of(module) if isinstance(module, nn.Module) else None
+    if not callable(fun) or rules is None or not any(is_half(p.compute_dtype) for p in policies_of(rules)):
+        return fun
+
+    @functools.wraps(fun)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        governed = list[bool]()
+
+        def see(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+            governed.append(ACTIVE.value is not None or policy_of(context.module) is not None)
+            return next_fun(*args, **kwargs)
+
+        with nn.intercept_methods(see):
+            out = fun(*args, **kwargs)
+        if governed and not any(governed):
+            warnings.warn(
+                "No module that the loss calls has a policy: all compute as they were written, in float32. "
+                "Call state.apply_fn in place of the bare model's apply.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return out
+
+    return loss
 
 
 def _check_params(params: PyTree, rules: PolicyMap) -> None:

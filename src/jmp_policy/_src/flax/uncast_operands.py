@@ -131,8 +131,9 @@ class _Look:
             if eqn.primitive.name in calls.KINDS:
                 results = self._called(eqn, operands)
             elif _is_upcast(eqn, atoms):
-                by_name = not source_lines.is_promotion(eqn)
-                results = [(operands[0] or _Origin())._replace(upcast=eqn, on_purpose=by_name)]
+                origin = operands[0] or _Origin()
+                on_purpose = origin.on_purpose or not source_lines.is_promotion(eqn)
+                results = [origin._replace(upcast=eqn, on_purpose=on_purpose)]
             elif any(operands) or eqn.primitive.name in _PRODUCTS:
                 results = self._results(eqn, atoms, operands)
             else:
