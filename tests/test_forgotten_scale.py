@@ -375,6 +375,18 @@ def test_gradients_without_a_backward_pass_draw_a_warning_whatever_others_did(gr
         all_eager(gradient, optimizer())
 
 
+def test_a_scale_that_is_given_apart_from_its_state_is_not_refused():
+    def step(params, state, scale):
+        grads = jax.grad(lambda params: scale * loss_fn(params))(params)
+        return optimizer().update(grads, state, params)
+
+    state = optimizer().init(PARAMS)
+    with pytest.warns(UserWarning, match=WARNING):  # It may be another factor.
+        trace(step, PARAMS, state, state.loss_scale.loss_scale)
+    with pytest.raises(ValueError, match=ERROR):
+        trace(lambda params, state, scale: step(params, state, 2.0), PARAMS, state, 1.0)
+
+
 def test_gradients_of_a_line_search_are_those_of_no_scale():
     used_in_two_programs()
     tx = optimizer(inner=optax.lbfgs())

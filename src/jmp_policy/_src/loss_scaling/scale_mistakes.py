@@ -6,7 +6,7 @@ scaled out of a backward pass are not looked at.
 
 import collections
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -208,7 +208,8 @@ def _is_multiplied(division: Division, uses: Any) -> bool | None:
        been computed from them after the backward pass (clipped, preconditioned);
     2. one of these inputs is a number, by which they may have been multiplied then;
     3. the scale never changes, and is a constant of the program, or an input may be it;
-    4. they are of another trace than the scale: a branch or a loop with the update inside closes over them.
+    4. they are of another trace than the scale: a branch or a loop with the update inside closes over them;
+    5. an input of the trace multiplies the loss: the scale, given apart from its state, or a weight.
     """
     of_grads, of_scale = ancestors(division.grads), ancestors(division.scale)
     if of_grads.meet(of_scale):
@@ -225,14 +226,19 @@ def _is_multiplied(division: Division, uses: Any) -> bool | None:
                 return True
             if float(fixed) in uses.constants or any(map(_may_be_scale, _foreign(of_grads, division))):
                 return None
+    # The backward pass of a loss times an input starts with 1 times that.
+    factors = {id(x) for x in _foreign(of_grads, division) if _may_be_scale(x)}
+    if any(_multiplies_by(node, 1.0, factors) for node in of_grads.nodes.values()):
+        return None
     return None if _may_be_inputs(division) else False
 
 
-def _multiplies_by(node: Any, number: float) -> bool:
-    """Whether a value is a product with a number."""
+def _multiplies_by(node: Any, number: float, others: Collection[int] | None = None) -> bool:
+    """Whether a value is a product with a number: of any other value, or of one of `others`, by `id`."""
     _, eqn, operands = compat.traced_by(node) or (None, None, ())
     numbers = map(compat.number_of, operands if eqn and eqn.primitive.name == "mul" else ())
-    return any(found is not None and found.shape == () and found == number for found in numbers)
+    has_number = any(found is not None and found.shape == () and found == number for found in numbers)
+    return has_number and (others is None or any(id(x) in others for x in operands))
 
 
 def _take_one(uses: Any, scales: Any, state: Any) -> bool:
