@@ -339,7 +339,7 @@ def _tests_finiteness(eqn: Any) -> bool:
     Of JAX's own functions only `jnp.nan_to_num` counts: a median looks for NaN too.
     """
     name, operands = eqn.primitive.name, eqn.invars
-    if ends_backward_pass(eqn):
+    if transposes(eqn):
         return False
     if name in ("is_finite", "all_finite") or (name == "ne" and operands[0] is operands[1]):
         return True
