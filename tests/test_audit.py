@@ -1574,6 +1574,26 @@ def test_a_sum_over_rows_that_were_read_names_what_mends_it():
         assert {h.why.partition(": ")[2] for h in sums} == {f"{r} makes it a float32 sum" for r in repairs}
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16"])
+def test_a_weights_gradient_that_an_optimizer_computes_with_is_no_activations(policy):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return nn.Dense(8)(nn.Embed(16, 16)(ids)).sum()
+
+    model, ids, tx = jmpp.wrap(Net(), policy), jnp.zeros(500, jnp.int32), optax.adam(0.1)
+    params = model.init(jax.random.key(0), ids)
+
+    def step(params, state):
+        grads = jax.grad(lambda params: model.apply(params, ids).astype(jnp.float32))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    found = jmpp.audit(step, params, tx.init(params)).half_operations
+    (whole,) = [h.why for h in found if h.operation == "scatter-add"]
+    assert "g=f32 in the policy makes it" in whole
+
+
 def test_a_constant_that_was_cast_to_half_is_named_in_it_wherever_it_is_read():
     def attend(scores):
         mask = jnp.where(jnp.tri(8, dtype=bool), 0, -1e9).astype(jnp.float16)

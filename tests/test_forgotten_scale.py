@@ -647,6 +647,30 @@ def test_gradients_divided_in_a_function_of_their_own_draw_a_warning(divide, wra
     in_jit(changed(lambda g, scale: scale.scale(divide(g, scale))), optimizer())
 
 
+#: The same as in `CHANGED`, in the right proportion to the loss scale.
+SCALED = {
+    "norm": lambda g, p, c: jax.tree.map(lambda x: x * jnp.minimum(1.0, c / (_norm(g) + 1e-6 * c)), g),
+    "where": lambda g, p, c: jax.tree.map(lambda x: jnp.where(_norm(g) > c, x * c / _norm(g), x), g),
+    "value": lambda g, p, c: jax.tree.map(lambda x: jnp.clip(x, -c, c), g),
+    "tanh": lambda g, p, c: jax.tree.map(lambda x: jnp.tanh(x / c) * c, g),
+    "decay": lambda g, p, c: jax.tree.map(lambda x, w: x + c * 0.1 * w, g, p),
+    "penalty": lambda g, p, c: jax.tree.map(lambda x, y: x + c * y, g, jax.grad(loss_fn)(p)),
+    "cond": lambda g, p, c: jax.lax.cond(
+        _norm(g) > c, lambda g: jax.tree.map(lambda x: x * c / _norm(g), g), lambda g: g, g
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("change", SCALED.values(), ids=SCALED)
+def test_gradients_changed_in_proportion_to_the_scale_draw_none(change, wrap):
+    def changed(state, params, x=X):
+        scale = jmpp.optim.get_loss_scale_state(state).loss_scale.loss_scale
+        return wrap(change)(good(state, params, x), params, scale)
+
+    in_jit(changed, optimizer())
+
+
 def test_gradients_halved_for_a_second_update_in_one_step_draw_none():
     """The parameters of the second come of these gradients, too."""
 

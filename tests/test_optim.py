@@ -429,6 +429,15 @@ def test_states_of_several_optimizers_are_no_chain():
     jmpp.scaled_value_and_grad(jnp.sum)(ordered, params)
 
 
+def test_gradients_in_a_pair_are_no_loss_and_gradients():
+    params = (jnp.ones(2), None)
+    tx = jmpp.loss_scaled(optax.sgd(0.5), jmpp.StaticLossScale(2.0))
+    for given in ((), (params,)):
+        updates, _ = tx.update(params, tx.init(params), *given)
+        np.testing.assert_array_equal(updates[0], [-0.25, -0.25])
+        assert updates[1] is None
+
+
 @pytest.mark.parametrize("outer", ["mechanize", "schedule_free", "lookahead", "sam"])
 def test_wrappers_that_keep_something_belong_inside(outer):
     make = {

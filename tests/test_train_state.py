@@ -104,7 +104,9 @@ def loss_with(state, apply_fn):
 
 def test_a_loss_that_calls_the_bare_model_draws_a_warning():
     state = started()
-    with pytest.warns(UserWarning, match=r"No module that the loss calls has a policy.*Call state\.apply_fn"):
+    with pytest.warns(
+        UserWarning, match=r"No module that the loss calls has a policy: .* Call state\.apply_fn"
+    ):
         loss_with(state, Net().apply)
     loss_with(state, state.apply_fn)
     loss_with(state, jmpp.wrap(Net(), "mixed_float16").apply)

@@ -146,8 +146,8 @@ def _with_check(fun: Any, apply_fn: Any) -> Any:
             out = fun(*args, **kwargs)
         if governed and not any(governed):
             warnings.warn(
-                "No module that the loss calls has a policy: all compute as they were written, in float32. "
-                "Call state.apply_fn in place of the bare model's apply.",
+                "No module that the loss calls has a policy: all compute as they were written. Call "
+                "state.apply_fn in place of the bare model's apply.",
                 UserWarning,
                 stacklevel=2,
             )

@@ -125,7 +125,8 @@ def loss_scaled(
     ) -> tuple[PyTree, LossScaledState]:
         check_state(state, LossScaledState, "loss_scaled")
         check_no_number(state)
-        if type(updates) is tuple and jax.tree.structure(updates[1:]) == jax.tree.structure((params,)):
+        is_pair = type(updates) is tuple and jax.tree.structure(updates[1:]) == jax.tree.structure((params,))
+        if is_pair and params is not None:
             raise scale_mistakes.loss_and_gradients()
         scaled = by_loss(updates)
         scales = state.loss_scale.scales if several else {"": state.loss_scale}

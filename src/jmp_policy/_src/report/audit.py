@@ -282,7 +282,6 @@ def half_operations(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
 #: to this: 128 terms in float16, 16 in bfloat16.
 _FEW = 1 / 8
 
-
 #: What makes the gradient of an array that is read in several places a float32 sum.
 _OF_WEIGHT, _OF_ACTIVATION = "g=f32 in the policy", "a cast to float32 before it is read"
 
@@ -295,7 +294,7 @@ def half_sums(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
     than half of its last digit: of those terms, two thirds are lost. (Both measured on a CPU. There a sum
     over several axes is added one by one too, as the gradient of a convolution's bias; not so on a GPU.)
     """
-    distinct, of_activations = dict[int, int](), _computed_with(operations)
+    distinct, of_activations = dict[int, int](), _read_in_backward_pass(operations)
 
     def distinct_of(info: ValueInfo) -> int:
         """How many different numbers are known to be among the elements of a value."""
@@ -322,23 +321,22 @@ def half_sums(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
                 distinct[results[0].key] = max(counts)
         for dtype, terms, repair in sums:
             if not 0 < terms * float(jnp.finfo(dtype).eps) <= _FEW:
-                if site.backward:
-                    # Of a loop's results no readers are known.
-                    is_activation = not operation.is_loop and results[0].key in of_activations
-                    repair = _OF_ACTIVATION if is_activation else _OF_WEIGHT
-                    repair += f" (for an activation: {_OF_ACTIVATION})" if operation.is_loop else ""
+                if site.backward and operation.is_loop:  # Of its results no readers are known.
+                    repair = f"{_OF_WEIGHT} (for an activation: {_OF_ACTIVATION})"
+                elif site.backward:
+                    repair = _OF_ACTIVATION if results[0].key in of_activations else _OF_WEIGHT
                 count = f"up to {terms} terms" if terms else "an unknown number of terms"
                 why = f"adds {count} one after another: {repair} makes it a float32 sum"
                 yield _half_operation(name, site, dtype, why, terms)
 
 
-def _computed_with(operations: Sequence[Operation]) -> set[int]:
-    """The keys of half values that an operation computes with, as no cast does: of no weight's gradients."""
+def _read_in_backward_pass(operations: Sequence[Operation]) -> set[int]:
+    """The keys of half values that the backward pass goes on with: no gradients of weights, which end it."""
     source, found = dict[int, int](), set[int]()
-    for eqn, _, operands, results in operations:
+    for eqn, site, operands, results in operations:
         if eqn.primitive.name in _VIEWS and len(operands) == 1:
             source[results[0].key] = source.get(operands[0].key, operands[0].key)
-        elif eqn.primitive.name != "unscale":
+        elif site.backward:
             pairs = zip(eqn.invars, operands, strict=False)  # Of loops there are none.
             found.update(source.get(info.key, info.key) for atom, info in pairs if is_half(ir.dtype_of(atom)))
     return found

@@ -142,7 +142,7 @@ def _call_shadowed(
     if scope.half_modules is None and not module.is_initializing():
         last = special_calls.last_blocks_inside(scope, module) if any_is_nvfp4(scope.rules) else frozenset()
         scope = dataclasses.replace(scope, half_modules={}, last=last)
-        stored = functools.partial(special_calls.stored_in_half, scope, module)
+        stored = functools.partial(special_calls.stored_by_path, scope, module)
         watching = float32_products.watched(scope.model(), stored, special_calls.REPAIR)
     if scope.half_modules is not None:
         is_in_half = is_half(precision.used_param_dtype)

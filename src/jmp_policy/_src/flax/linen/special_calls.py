@@ -125,7 +125,7 @@ REPAIR = (
 )
 
 
-def stored_in_half(scope: Scope, module: nn.Module) -> Iterator[tuple[str | None, Any]]:
+def stored_by_path(scope: Scope, module: nn.Module) -> Iterator[tuple[str | None, Any]]:
     """The variables as they are stored, with their paths if they are of modules in half, else with None.
 
     They are those of the outermost module and below it. What has not run belongs to the next module above it.

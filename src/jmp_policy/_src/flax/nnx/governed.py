@@ -141,7 +141,7 @@ def _run(bare: type, method: Any, module: Any, args: tuple[Any, ...], kwargs: di
 def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
     if RUNS.stack:
         return contextlib.nullcontext()
-    stored = functools.partial(stored_arrays.in_half, module)
+    stored = functools.partial(stored_arrays.by_path, module)
     return float32_products.watched(module, stored, stored_arrays.REPAIR)
 
 

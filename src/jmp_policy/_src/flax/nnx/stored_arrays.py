@@ -23,7 +23,7 @@ REPAIR = (
 _ARRAYS = (jax.Array, np.ndarray)
 
 
-def in_half(root: Any, start: Path = (), is_half_above: bool = True) -> Iterator[tuple[str | None, Any]]:
+def by_path(root: Any, start: Path = (), is_half_above: bool = True) -> Iterator[tuple[str | None, Any]]:
     """The arrays in a model: with their paths if they belong to modules in half precision, else with None.
 
     Those of modules that are known by a bound method or a partial alone come last.
@@ -54,7 +54,7 @@ def in_half(root: Any, start: Path = (), is_half_above: bool = True) -> Iterator
     known = set(map(id, nodes.values()))
     for held, here, is_used_in_half in functions:
         if id(held) not in known:
-            yield from in_half(held, here, is_used_in_half)
+            yield from by_path(held, here, is_used_in_half)
 
 
 def _computes_in_half(node: Any) -> bool | None:
