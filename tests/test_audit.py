@@ -671,6 +671,29 @@ def test_a_decay_that_becomes_one_is_listed(dtype):
     assert not jmpp.audit(lambda x: 0.9999 * x, array(8, dtype=F32)).constants
 
 
+EPSILON = 1e-7
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize(
+    ("bounded", "written"),
+    [
+        (lambda p: jnp.clip(p, 0.25, 1 - 1e-7), "0.9999999"),
+        (lambda p: jnp.clip(p, EPSILON, 1.0 - EPSILON), "0.9999999"),
+        (lambda p: jax.lax.clamp(p.dtype.type(0), p, p.dtype.type(0.99999)), "0.99999"),
+        (lambda p: jnp.minimum(p, 0.99999), "0.99999"),
+        (lambda p: jnp.clip(p, 0, 1), None),
+        (lambda p: jnp.clip(p, 0, 0.99), None),
+        (lambda p: jax.nn.hard_sigmoid(p), None),
+    ],
+)
+def test_a_bound_that_becomes_one_is_listed(dtype, bounded, written):
+    """Without it `log(1 - p)` is infinite where p is 1."""
+    found = jmpp.audit(lambda p: jnp.log1p(-bounded(p).astype(F32)), array(8, dtype=dtype))
+    assert [(c.written, c.becomes) for c in found.constants] == ([(written, "1")] if written else [])
+    assert ("before jnp.clip" in str(found)) is bool(written)
+
+
 def test_what_a_layer_does_in_a_loop_has_the_line_that_calls_the_layer():
     class Recurrent(nn.Module):
         @nn.compact

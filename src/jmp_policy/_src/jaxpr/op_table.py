@@ -68,6 +68,8 @@ class Trait(enum.Flag):
     COMPARISON = enum.auto()
     #: May be given an infinite number, as a bound or a filling that no other number exceeds.
     BOUNDED = enum.auto()
+    #: Keeps its operand below or above a bound.
+    CLIPS = enum.auto()
     #: Its results are no less than zero where its operands are.
     KEEPS_SIGN = enum.auto()
     #: A sum or difference of two arrays: with a loop's carry, a sum of one term per trip.
@@ -97,8 +99,8 @@ class Operation(NamedTuple):
 (
     _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _JOINS, _COSTLY, _POLE, _COLLECTIVE,
     _DTYPE_BOUND, _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR, _EXACT, _EXACT_TRANSPOSE, _ADDS, _ACCUMULATES,
-    _REDUCES, _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM, _TAKES_BIAS,
-    _NOT_HALF,
+    _REDUCES, _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _CLIPS, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM,
+    _TAKES_BIAS, _NOT_HALF,
 ) = Trait  # fmt: skip
 
 #: Exact forward and backward.
@@ -160,7 +162,7 @@ OPERATIONS: Mapping[str, Operation] = {
         "full", "many terms: half stops growing at 2048 times a term", _EXACT_TRANSPOSE | _SUM
     ),
     "reduce_prod": Operation("full", "many factors: leaves float16's range", _ACCUMULATES),
-    "cumsum": Operation("full", "as reduce_sum", _COSTLY | _EXACT_TRANSPOSE | _ACCUMULATES | _KEEPS_SIGN),
+    "cumsum": Operation("full", "as reduce_sum", _COSTLY | _ACCUMULATES | _KEEPS_SIGN),
     "cumprod": Operation("full", "as reduce_prod", _COSTLY | _ACCUMULATES),
     "cumlogsumexp": Operation("full", "a logarithm of a sum", _COSTLY | _ACCUMULATES),
     "reduce_window_sum": Operation("full", "as reduce_sum (average pooling)", _COSTLY | _SUM),
@@ -183,9 +185,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "neg": Operation("follow", "exact", _ELEMENTWISE | _SAFE),
     **_same("sign floor ceil round", "follow", "exact", _ELEMENTWISE | _SAFE | _DECIDES),
     "abs": Operation("follow", "exact", _CURVE | _SAFE),
-    "max": Operation("follow", "exact", _EACH | _SAFE | _ADDS | _BOUNDED),
-    "min": Operation("follow", "exact", _EACH | _SAFE | _ADDS | _BOUNDED),
-    "clamp": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _ADDS | _BOUNDED),
+    **_same("max min", "follow", "exact", _EACH | _SAFE | _ADDS | _BOUNDED | _CLIPS),
+    "clamp": Operation("follow", "exact", _ELEMENTWISE | _SAFE | _ADDS | _BOUNDED | _CLIPS),
     "rem": Operation("follow", "exact to half's rounding; see autocast/operation_rules.py", _EACH | _POLE),
     "square": Operation(
         "follow",

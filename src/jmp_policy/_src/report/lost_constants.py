@@ -31,7 +31,8 @@ class LostConstant(PlacedOperation):
       path, line, backward: its place, as of a `Product`.
       dtype: half dtype that it was rounded to.
       written: what the source says ("/ 100000"), or the number that was cast.
-      becomes: "inf", "-inf", "0", or of a factor "1"; of a divisor "inf" where its reciprocal is infinite.
+      becomes: "inf", "-inf", "0", or of a factor or bound "1"; of a divisor "inf" where its
+        reciprocal is infinite.
     """
 
     dtype: str
@@ -110,8 +111,10 @@ def repair(constants: Sequence[LostConstant]) -> str:
     """Says what to do about lost constants, in one or two sentences."""
     becomes = {c.becomes for c in constants}
     said = [OF_MASK] if "-inf" in becomes else []
-    if "1" in becomes:
+    if any(c.becomes == "1" and c.operation in _SCALES for c in constants):
         said.append("Keep in float32 what is multiplied by a decay that half precision makes 1.")
+    if any(c.becomes == "1" and c.operation in _CLIPS for c in constants):
+        said.append("Compute what is below such a bound in float32: x.astype(jnp.float32) before jnp.clip.")
     if becomes - {"-inf", "1"}:
         said.append(
             "Write constants that half precision holds (in float16 from 6e-8 to 65504; divisors from 1.6e-5 "
@@ -234,9 +237,9 @@ class LostConstants:
         """Takes note of an operation that reads a constant."""
         name, dtype = eqn.primitive.name, ir.dtype_of(eqn.invars[place])
         written, becomes, cast_to = constant
-        if name in (_BOUNDS if written and becomes != "0" else _COMPARISONS):
+        if name in (_BOUNDED if written and becomes not in ("0", "1") else ()) or name in _COMPARISONS:
             return
-        if becomes == "1" and name not in _SCALES:
+        if becomes == "1" and name not in _SCALES | _CLIPS:
             # No decay that never decays, but the rounding of a number like any other.
             numbers = {} if written else dict(written_constants(eqn))
             lost = [n for n in numbers if _is_lost(n, becomes, dtype)]
@@ -262,12 +265,12 @@ class LostConstants:
     def _by_another_name(self, eqn: Any, site: Site, place: int, becomes: str) -> list[tuple[float, str]]:
         """The number that an operation reads in float32, with its text."""
         # JAX's own constants are no user's; of an optimizer's decay what it returns shows the loss.
-        is_jaxs = eqn.primitive.name == "max" and is_of_activations(eqn)
+        is_jaxs = eqn.primitive.name in _CLIPS and is_of_activations(eqn)
         if is_jaxs or (becomes != "0" and is_written_in(eqn, "optax")):
             return []
         wide = self._in_float32()
         number = wide.read.get((id(eqn), place), np.nan)
-        if becomes == "1" and site.times == 1 and site.counted:
+        if becomes == "1" and site.times == 1 and site.counted and eqn.primitive.name in _SCALES:
             # A factor near 1 loses less than a rounding, unless it is one of many: a decay.
             line = wide.of_lines.get(callers(eqn)[:1], ())
             if not any(np.isclose(other, 1 - number, rtol=1e-2, atol=0) for other in line):
@@ -344,10 +347,13 @@ def _text(number: float) -> str:
 
 
 _VIEWS, _COMPARISONS = HAVING[Trait.VIEW], HAVING[Trait.COMPARISON]
-_BOUNDS = _COMPARISONS | HAVING[Trait.BOUNDED]
+_BOUNDED = HAVING[Trait.BOUNDED]
+
+#: Operations by which values are kept between bounds: one of 1 - 1e-7 that is 1 lets log(1 - x) be infinite.
+_CLIPS = HAVING[Trait.CLIPS]
 
 #: Operations whose numbers may have any name in the source.
-_NAMED = frozenset({*PYTHON_OPERATORS, "max", "select_n"})
+_NAMED = frozenset({*PYTHON_OPERATORS, *_CLIPS, "select_n"})
 
 #: Operations in which a factor or base of 1 is no other one nearby: a decay of 0.9999 never decays.
 _SCALES = frozenset({"mul", "pow"})
