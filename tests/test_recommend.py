@@ -250,6 +250,7 @@ def test_an_nnx_model_and_a_budget_from_batches():
     assert "the budget of 1e-07 %" in found.verdict
     assert found.policy == jmpp.PolicyMap("float32")
     assert (found.measured, found.half_share) == (0, 0)
+    assert found.verdict.endswith("stay in float32.")
     assert [row.pattern for row in found.rows] == [""]
 
 

@@ -100,6 +100,8 @@ class Recommendation(Report):
         if not math.isnan(self.half_share):
             float8 = f", {percent(self.float8_share)} in float8 by {self.recipe}" if self.recipe else ""
             parts.append(f"{percent(self.half_share)} of the FLOPs are in half{float8}.")
+        if self.half_share == 0:
+            parts.append("That gains nothing: stay in float32.")
         if not math.isnan(self.speedup):
             parts.append(f"{self.target}: products {self.speedup:.2g} times as fast.")
         if not math.isnan(self.memory):
