@@ -87,7 +87,7 @@ def by_devices(
 
 def has_known_sizes(shape: Sequence[Any]) -> bool:
     """Whether all sizes are integers; symbolic ones of an exported program cannot be compared."""
-    return all(isinstance(size, int) for size in shape)
+    return set(map(type, shape)) <= {int}
 
 
 def _is_placed(x: jax.Array) -> bool:
