@@ -282,6 +282,61 @@ def test_assert_drift_says_where():
         jmpp.assert_drift(lambda x: (x, x.astype(HALF) * HALF(6e4) * HALF(2)), X[0] + 3, rtol=1e-2)
 
 
+class LargePhase(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(16, name="stem")(x)
+        h = h + nn.Dense(16, name="phase")(jnp.cos(1e4 * nn.Dense(16, name="inside")(h)))
+        return nn.Dense(8, name="head")(h)
+
+
+@pytest.mark.once
+def test_what_a_smaller_loss_scale_makes_finite_and_leaves_wrong_is_looked_for_at_that_scale():
+    model = jmpp.wrap(LargePhase(), "mixed_float16")
+    params = LargePhase().init(jax.random.key(0), X)
+
+    def loss_fn(params, x):
+        return jnp.square(model.apply(params, x).astype(jnp.float32) - 1).mean()
+
+    found = jmpp.drift(loss_fn, params, X, scale=2.0**14)
+    assert "the gradient is not finite" in found.verdict
+    assert {"stem", "inside"} <= set(found.rule)
+    assert found.error_after < 0.02
+    mended = jmpp.wrap(LargePhase(), found.policy)
+
+    def mended_fn(params, x):
+        return jnp.square(mended.apply(params, x).astype(jnp.float32) - 1).mean()
+
+    assert jmpp.drift(mended_fn, params, X, scale=2.0**14).error < 0.02
+    alone = jmpp.diagnose(loss_fn, params, X, scale=2.0**14)
+    assert not alone.rule
+    (scale,) = {t.loss_scale for t in alone.tried if t.is_own}
+    assert f"drift(..., scale={scale:g})" in alone.advice
+
+
+@pytest.mark.once
+def test_outside_of_modules_a_row_is_of_one_line():
+    @functools.partial(jmpp.autocast, policy="bfloat16")
+    def loss_fn(weights):
+        h = jnp.tanh(X @ weights[0])
+        h = jnp.tanh(h @ weights[1])
+        return jnp.mean(jnp.square(h @ weights[2] - 1))
+
+    weights = [jax.random.normal(key, (8, 8)) / 3 for key in jax.random.split(jax.random.key(0), 3)]
+    found, parts = (jmpp.drift(loss_fn, weights, detail=detail) for detail in ("module", "operation"))
+    lines = {row.line for row in found.contributions}
+    assert len(lines) == 3
+    for row in found.contributions:
+        inside = [p for p in parts.rows if (p.line, p.direction) == (row.line, row.direction)]
+        assert row.share == pytest.approx(sum(part.share for part in inside), abs=1e-4)
+        assert not any(part.others for part in inside)
+    # Of a line with casts, a product and an activation no operation has half of the share.
+    first = max(found.rows, key=lambda row: row.share)
+    assert first.others
+    assert f"introduced in {first.place}, {first.description}" in found.verdict
+    assert first.description.endswith("bfloat16, and others")
+
+
 def test_an_overflow_is_an_infinite_error():
     found = jmpp.drift(
         lambda w, x: jnp.square((w * x).astype(HALF)).astype(jnp.float32).sum(), jnp.float32([300.0]), 1.0

@@ -433,6 +433,6 @@ def is_floating(node: Node) -> bool:
     return jnp.issubdtype(node.dtype, jnp.inexact)
 
 
-def group_of(node: Node) -> tuple[str, bool]:
-    """The module that a node is in, and whether it is in the backward pass."""
-    return node.site.path, node.site.backward
+def group_of(node: Node) -> tuple[str, str, bool]:
+    """The module that a node is in, or outside of modules its line; and whether that is the backward pass."""
+    return node.site.path, "" if node.site.path else node.site.line, node.site.backward

@@ -14,6 +14,7 @@ from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import diagnose, progress
+from jmp_policy._src.report.diagnosis import Diagnosis
 from jmp_policy._src.report.drift import findings
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import Drift, ResultDrift
@@ -50,7 +51,8 @@ def drift(
       args, kwargs: its arguments; a loss is differentiated with respect to the first.
       grad: whether to look at the gradients of a loss too. Of a function that returns no scalar the results
         are compared, as with False.
-      detail: "module" for one row per module, "operation" for one per operation and line.
+      detail: "module" for one row per module, and per line outside of modules; "operation" for one per
+        operation and line.
       scale: what the loss is multiplied by: a number, a loss scale, or an optimizer state that holds one.
         With 1, float16 gradients may vanish that in training do not.
       has_aux: whether `fn` returns `(loss, aux)`.
@@ -86,6 +88,8 @@ def drift(
                 seen = diagnose.of_loss(function, loss_scale, has_aux)
             if seen is not None and not seen.finite:
                 best = next((tried for tried in seen.tried if tried.policy is seen.policy), None)
+                if best is None:
+                    seen, best = _at_smaller_scale(seen, function, detail, loss_scale, has_aux)
                 is_told = best is not None or seen.constant is not None  # What to do, elsewhere.
                 cause = seen.verdict if is_told else f"{seen.verdict} {seen.advice}"
                 found = dataclasses.replace(found, cause=cause, tried=seen.tried)
@@ -94,7 +98,7 @@ def drift(
         if not found.is_worth_a_rule:
             kept = mending.keeping(found.constants)
             return found if kept is None else _mended(found, kept)
-        named = list(dict.fromkeys(row.module for row in found.contributions if row.share >= findings.NAMED))
+        named = _modules(found)
         # An ill-conditioned model may be expected to be far off: a rule that helps a little is no end there.
         limit = max(min(findings.NORMAL * found.expected, found.error / 10), 1e-3)
         exponent = _missing_scale(found, loss_scale)
@@ -119,6 +123,27 @@ def drift(
         if mended is None or not mended.error < found.error / 2:
             return found
         return _mended(found, mended)
+
+
+def _at_smaller_scale(
+    seen: Diagnosis, function: Function, detail: str, loss_scale: float, has_aux: bool
+) -> tuple[Diagnosis, Tried | None]:
+    """Tries rules for what is off where a smaller loss scale keeps the gradient finite, and mends nothing."""
+    scales = (t.loss_scale for t in seen.tried if t.is_own and math.isfinite(t.error))
+    smaller = next(scales, loss_scale)
+    if smaller == loss_scale:
+        return seen, None
+    mending = Mending(function, loss_scale, has_aux)
+    with progress.interruptible("other rules were not tried"):
+        finite = _drift_of(function, True, detail, smaller, has_aux)
+        best = mending.best(_modules(finite))
+        return dataclasses.replace(seen, tried=(*seen.tried, *mending.tried)), best
+    return seen, None
+
+
+def _modules(found: Drift) -> list[str]:
+    """The modules that the error is introduced in, most important first."""
+    return list(dict.fromkeys(row.module for row in found.contributions if row.share >= findings.NAMED))
 
 
 def _mended(found: Drift, mended: Tried) -> Drift:
@@ -164,15 +189,15 @@ def _measured(
     function = as_function(fn, args, kwargs, "drift")
     if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
         raise TypeError("drift runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
-    loss_scale = float(as_loss_scale(scale).loss_scale)
+    return _drift_of(function, grad, detail, float(as_loss_scale(scale).loss_scale), has_aux), function
+
+
+def _drift_of(function: Function, grad: bool, detail: str, loss_scale: float, has_aux: bool) -> Drift:
     progress.step("tracing")
     with without_overflow_warnings():
         jaxpr, lost, names, is_loss = _traced(function, grad, loss_scale, has_aux)
         cotangent = float(first_cotangent(jaxpr.out_avals[0].dtype, loss_scale)) if is_loss else 1.0
-        found = _report(
-            function, lost, names, is_loss, cotangent, detail, *_run(jaxpr, lost, function.arrays)
-        )
-    return found, function
+        return _report(function, lost, names, is_loss, cotangent, detail, *_run(jaxpr, lost, function.arrays))
 
 
 def _run(jaxpr: Any, lost: LostConstants, arrays: Sequence[Any]) -> tuple[Comparison, Any]:

@@ -66,6 +66,7 @@ class DriftRow(Placed):
       loss_share: part of the error of the loss that is introduced here.
       dtype: half dtype of the operation.
       terms: how many terms a sum in half has; 1 for other operations.
+      others: whether other operations of the row have most of its share.
       trips: of a row inside `lax.scan`, `total` in each trip.
       note: what else there is to know: that values become infinite here, that the two runs take different
         branches, or that a loop has more trips in one of them.
@@ -88,6 +89,7 @@ class DriftRow(Placed):
     loss_share: float
     dtype: str
     terms: int = 1
+    others: bool = False
     trips: tuple[float, ...] = ()
     note: str = ""
     argument: str = ""
@@ -103,6 +105,9 @@ class DriftRow(Placed):
     def description(self) -> str:
         """Describes the operation: "a sum of 50,257 float16 terms"."""
         more = f", {OVERFLOWS}" * (self.note == OVERFLOWS)
+        return f"{self._operation(more)}{', and others' * self.others}"
+
+    def _operation(self, more: str) -> str:
         if self.terms > 1:
             return f"a sum of {self.terms:,} {self.dtype} terms{more}"
         if self.argument:
@@ -155,7 +160,8 @@ class Drift(Report):
 
     Args:
       function: name of the function.
-      rows: one per module and direction, or per operation, in order of the program.
+      rows: one per module (outside of modules: line) and direction, or per operation, in order of the
+        program.
       results: of each result: the loss, the gradients; or the parts of what a function returns.
       loss: the loss in float32; nan for a function that is no loss.
       loss_error: its relative error.

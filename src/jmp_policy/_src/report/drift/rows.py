@@ -270,11 +270,11 @@ class Rows:
             self._is_gradient.setdefault(number, self._leads_to_gradients(number))
 
     def rows(self, by_operation: bool) -> tuple[DriftRow, ...]:
-        """One row per module and direction, or per operation, line and direction."""
+        """One row per module (outside of modules: line) and direction, or per operation, line, direction."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for number, node in enumerate(self._nodes):
             if number in self._measured and not (by_operation and node.operation == "carry"):
-                key = (node.site.line, node.operation) if by_operation else ()
+                key = (node.site.line, node.operation) if by_operation else group_of(node)
                 groups[(node.site.path, self._direction(number), *key)].append(number)
         within = None if by_operation else self._budget.introduced_within([*map(group_of, self._nodes)])
         rows = []
@@ -388,8 +388,9 @@ class Rows:
             introduced = sum(within[n] * self._measured[n].total for n in shown if within[n])
             inherited = max(total - introduced, 0.0) if math.isfinite(introduced) else 0.0
         # Of a module one operation is named: what spoils the loss may do nothing to the gradient.
-        main = max(counted, key=lambda n: (self.shares[n] + self._loss_shares[n], self._relative(n)))
+        main = max(counted, key=lambda n: (self._weight([n]), self._relative(n)))
         node = self._nodes[main]
+        alike = [n for n in counted if self._is_like(n, main)]
         # Not a mask: that of -1e9 becomes -inf.
         overflows = self._budget.is_infinite_cause[main] and np.isinf(self._measured[main].introduced)
         notes = [self._nodes[n].note for n in counted if self._measured[n].introduced]
@@ -407,11 +408,19 @@ class Rows:
             dtype=str(node.dtype),
             terms=node.terms,
             trips=self._trips(shown),
+            others=bool(2 * self._weight(alike) < self._weight(counted)),
             note=OVERFLOWS if overflows else next(filter(None, notes), ""),
             argument="" if node.argument is None else self._names[node.argument],
             flushed=self._lost(counted, 1),
             saturated=self._lost(counted, 2),
         )
+
+    def _is_like(self, number: int, other: int) -> bool:
+        here, there = self._nodes[number], self._nodes[other]
+        return (here.operation, here.argument) == (there.operation, there.argument)
+
+    def _weight(self, numbers: Sequence[int]) -> float:
+        return sum(self.shares[n] + self._loss_shares[n] for n in numbers)
 
     def _lost(self, numbers: Sequence[int], place: int) -> tuple[float, float]:
         """Which share of the left and the right operands of float8 products is lost."""
