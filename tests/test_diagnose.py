@@ -1769,8 +1769,27 @@ def test_a_constant_that_is_not_finite():
 def test_needs_arrays_to_run_on():
     with pytest.raises(ValueError, match="diagnose found no floating arrays in the parameters of <lambda>"):
         diagnose(lambda n: 1.0, jnp.arange(3))
-    with pytest.raises(TypeError, match="it needs arrays, not jax.ShapeDtypeStructs"):
-        diagnose(lambda w: w.sum(), jax.ShapeDtypeStruct((3,), F32))
+
+
+@pytest.mark.parametrize(
+    "of", [diagnose, jmpp.drift, jmpp.gradient_spectrum, jmpp.sensitivity, jmpp.recommend]
+)
+def test_reports_that_run_want_arrays_on_the_host(of):
+    def loss_fn(w):
+        return jnp.square(w @ w).mean()
+
+    with pytest.raises(TypeError, match=f"{of.__name__} runs .* needs arrays, not jax.ShapeDtypeStructs"):
+        of(loss_fn, jax.ShapeDtypeStruct((8, 8), F32))
+    w = jnp.ones((8, 8))
+    for transform, given in ((jax.jit, w), (jax.grad, w), (jax.vmap, w[None])):
+        with pytest.raises(TypeError, match=f"{of.__name__} runs on the host: call it outside of jax.jit"):
+            transform(lambda w: [of(loss_fn, w), w.sum()][1])(given)
+
+
+def test_advise_runs_on_the_host():
+    tx = jmpp.loss_scaled(optax.sgd(0.1), jmpp.DynamicLossScale())
+    with pytest.raises(TypeError, match=r"advise runs on the host.*use metrics\(opt_state\)"):
+        jax.jit(lambda state: [jmpp.advise(state), 0][1])(tx.init(jnp.ones(2)))
 
 
 @pytest.mark.slow

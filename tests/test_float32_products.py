@@ -406,7 +406,8 @@ def test_collections_that_are_no_parameters():
 
     model = jmpp.wrap(Frozen(), MIXED)
     variables = model.init(jax.random.key(0), X)
-    warned(model.apply, variables, X, path="kernel of frozen")
+    found = warned(model.apply, variables, X, path="kernel of frozen")
+    assert "cast anything else" in str(found.message)
 
 
 class Siblings(nn.Module):

@@ -90,7 +90,7 @@ def test_bad_types():
         jmpp.get_policy(16)
     with pytest.raises(ValueError, match="compute_dtype of a Policy is int32"):
         jmpp.Policy(jnp.float32, jnp.int32, jnp.float32)
-    with pytest.raises(ValueError, match="output_dtype of a Policy is None"):
+    with pytest.raises(TypeError, match="output_dtype is missing"):
         jmpp.Policy(jnp.float32, jnp.float16, None)
     with pytest.raises(ValueError, match="Unknown dtype 'float61'"):
         jmpp.Policy("float61", "float16", "float32")

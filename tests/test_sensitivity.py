@@ -381,6 +381,14 @@ def test_arguments_are_checked():
         jmpp.sensitivity(lambda w: jnp.float32(1.0), {"count": jnp.int32(1)})
     with pytest.raises(TypeError, match="must return one scalar"):
         jmpp.sensitivity(lambda p: (loss_fn(p), 1), PARAMS)
+    for of in (jmpp.sensitivity, jmpp.recommend):
+        with pytest.raises(
+            TypeError, match=r"batches are tuples .* batches=\[\(x, y\), \.\.\.\]; one .* ArrayImpl"
+        ):
+            of(loss_fn, PARAMS, X, batches=[X])
+        for probes in (0, -1, 2.5):
+            with pytest.raises(ValueError, match=f"probes must be .*, got {probes}"):
+                of(loss_fn, PARAMS, X, probes=probes)
 
 
 @pytest.mark.slow

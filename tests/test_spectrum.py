@@ -890,6 +890,7 @@ def with_state(model):
             KeyError,
             "There is no activation 'w'",
         ),
+        (lambda: jmpp.gradient_spectrum(jnp.sum, W, margin=-3), ValueError, "margin is .*0 or more, got -3"),
         (
             lambda: jmpp.report.spectrum_value_and_grad(jnp.sum)(1.0, W, W),
             TypeError,

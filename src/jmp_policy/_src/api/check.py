@@ -11,7 +11,7 @@ import numpy as np
 
 from jmp_policy._src.core.public import load
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.metrics import metrics, static_scales
+from jmp_policy._src.loss_scaling.metrics import metrics_on_host, static_scales
 
 if TYPE_CHECKING:
     from jmp_policy._src.report.diagnosis import Diagnosis
@@ -88,13 +88,7 @@ def check(
         raise TypeError(
             "check(..., loss_fn=loss_fn) needs args, what loss_fn was called with: args=(params, batch)."
         )
-    values = metrics(opt_state)
-    if any(isinstance(v, jax.core.Tracer) for v in values.values()):
-        raise TypeError(
-            "check runs on the host, on the state that a jitted step has returned; inside jax.jit use "
-            "metrics(opt_state)."
-        )
-    values = {name: np.asarray(value) for name, value in values.items()}
+    values = metrics_on_host(opt_state, "check")
     found = _hopeless(values, static_scales(opt_state), max_consecutive_skips)
     if found is None:
         _warn_of_many_skips(values)

@@ -146,8 +146,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "rsqrt": Operation("full", "of variances, which are below float16's normal range", _CURVE | _POLE),
     "cbrt": Operation("full", "as sqrt", _CURVE | _POLE),
     "erfc": Operation("full", "its tail is below float16's range", _CURVE),
-    "sin": Operation("full", "of positions: half has no fraction left above 2048", _CURVE),
-    "cos": Operation("full", "of positions: half has no fraction left above 2048", _CURVE),
+    "sin": Operation("full", "of positions: no fraction above 2048 in float16, 256 in bfloat16", _CURVE),
+    "cos": Operation("full", "of positions: no fraction above 2048 in float16, 256 in bfloat16", _CURVE),
     "tan": Operation("full", "as sin", _CURVE),
     "asin": Operation("full", "steep near 1", _CURVE),
     "acos": Operation("full", "steep near 1", _CURVE),
@@ -159,7 +159,9 @@ OPERATIONS: Mapping[str, Operation] = {
     "acosh": Operation("full", "a logarithm", _CURVE),
     "atanh": Operation("full", "a logarithm, steep near 1", _CURVE),
     "reduce_sum": Operation(
-        "full", "many terms: half stops growing at 2048 times a term", _EXACT_TRANSPOSE | _SUM
+        "full",
+        "many terms: stops growing at 2048 times a term in float16, 256 in bfloat16",
+        _EXACT_TRANSPOSE | _SUM,
     ),
     "reduce_prod": Operation("full", "many factors: leaves float16's range", _ACCUMULATES),
     "cumsum": Operation("full", "as reduce_sum", _COSTLY | _ACCUMULATES | _KEEPS_SIGN),

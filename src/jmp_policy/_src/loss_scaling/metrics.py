@@ -53,6 +53,17 @@ def grads_finite(opt_state: PyTree, loss: str | None = None) -> jax.Array:
     return state.loss_scale.grads_finite[loss]
 
 
+def metrics_on_host(opt_state: PyTree, use: str) -> dict[str, np.ndarray]:
+    """The metrics as arrays of NumPy; raises TypeError for a state that is being traced."""
+    values = metrics(opt_state)
+    if any(isinstance(value, jax.core.Tracer) for value in values.values()):
+        raise TypeError(
+            f"{use} runs on the host, on the state that a jitted step has returned; inside jax.jit use "
+            "metrics(opt_state)."
+        )
+    return {name: np.asarray(value) for name, value in values.items()}
+
+
 def metrics(opt_state: PyTree) -> dict[str, jax.Array]:
     """Flat dictionary of scalars for a logger; usable inside `jax.jit`.
 

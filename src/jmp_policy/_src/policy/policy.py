@@ -105,7 +105,11 @@ class Policy:
                     object.__setattr__(self, name, getattr(named, name))
         for name in ("param_dtype", "compute_dtype", "output_dtype", "grad_dtype"):
             given = getattr(self, name)
-            if name != "grad_dtype" or given is not None:
+            if given is None and name != "grad_dtype":
+                raise TypeError(
+                    f"A Policy needs three dtypes or one text, such as 'mixed_float16'; {name} is missing."
+                )
+            if given is not None:
                 object.__setattr__(self, name, parse_dtype(given, f"for {name} of a Policy"))
         if self.recipe is not None:
             text = self.recipe if isinstance(self.recipe, str) else shown(self.recipe)

@@ -25,7 +25,7 @@ from jmp_policy._src.report import lost_constants
 
 #: Products with a size of 1 in `Product.pad`, and what is said of them.
 _ONE = re.compile(r" 1(?:,|$)")
-_VECTORS = "with a size of 1, where padding does not help (a larger batch may)"
+_VECTORS = "with a size of 1, where padding does not help"
 
 
 #: The cause of float32 products of a program with autocast, and of those of an optimizer.

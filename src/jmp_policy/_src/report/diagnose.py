@@ -25,7 +25,7 @@ from jmp_policy._src.report.eager_replay import (
     is_mask,
     range_of,
 )
-from jmp_policy._src.report.function import Function, as_function, as_loss_scale
+from jmp_policy._src.report.function import Function, as_loss_scale, to_run
 from jmp_policy._src.report.lost_constants import (
     OF_MASK,
     LostConstant,
@@ -79,9 +79,7 @@ def diagnose(
       >>> found.kind, found.operation, found.largest_in_float32
       ('overflow', 'square', 90000.0)
     """
-    function = as_function(loss_fn, (params, *args), kwargs, "diagnose")
-    if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
-        raise TypeError("diagnose runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
+    function = to_run(loss_fn, (params, *args), kwargs, "diagnose")
     with without_overflow_warnings(), progress.showing("diagnose"):
         is_one = isinstance(scale, int | float) and scale == 1
         if has_aux or not is_one or function.returns_scalar():

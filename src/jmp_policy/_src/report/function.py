@@ -189,6 +189,16 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return Function(call, given.arrays, arguments, name, has_state=False, args=tuple(args))
 
 
+def to_run(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], use: str) -> Function:
+    """As `as_function`, of what runs on the host; raises TypeError for anything but arrays to run it with."""
+    function = as_function(fn, args, kwargs, use)
+    if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
+        raise TypeError(f"{use} runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
+    if any(isinstance(array, jax.core.Tracer) for array in function.arrays):
+        raise TypeError(f"{use} runs on the host: call it outside of jax.jit, jax.grad and jax.vmap.")
+    return function
+
+
 def replaced(items: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
     """A list of items with new ones in some places."""
     whole = list(items)

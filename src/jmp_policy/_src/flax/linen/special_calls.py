@@ -120,8 +120,8 @@ def class_under_rules(scope: Scope, module: Any, path: str, precision: ModulePre
 
 #: What to do about a variable that is used as it is stored.
 REPAIR = (
-    'Read it with self.param or self.get_variable("params", name) in a method of the module that owns it, '
-    "or cast it (.astype(x.dtype))."
+    'Read a parameter with self.param or self.get_variable("params", name) in a method of the module that '
+    "owns it, and cast anything else (.astype(x.dtype))."
 )
 
 

@@ -19,7 +19,7 @@ from jmp_policy._src.report.drift import findings
 from jmp_policy._src.report.drift.comparison import Compared, Comparison
 from jmp_policy._src.report.drift.findings import Drift, ResultDrift
 from jmp_policy._src.report.drift.rows import Rows
-from jmp_policy._src.report.function import Function, as_function, as_loss_scale
+from jmp_policy._src.report.function import Function, as_function, as_loss_scale, to_run
 from jmp_policy._src.report.lost_constants import (
     LostConstants,
     lost_constants_of,
@@ -186,9 +186,7 @@ def _measured(
     """The report before any rule was tried, and the function."""
     if detail not in ("module", "operation"):
         raise ValueError(f"drift has rows per 'module' or per 'operation'; got detail={detail!r}.")
-    function = as_function(fn, args, kwargs, "drift")
-    if any(isinstance(array, jax.ShapeDtypeStruct) for array in function.arrays):
-        raise TypeError("drift runs the function: it needs arrays, not jax.ShapeDtypeStructs.")
+    function = to_run(fn, args, kwargs, "drift")
     return _drift_of(function, grad, detail, float(as_loss_scale(scale).loss_scale), has_aux), function
 
 

@@ -286,11 +286,15 @@ class Drift(Report):
         return ". ".join([*parts, *self._losses(), *filter(None, [self._mended()])]) + "."
 
     def _most_off(self) -> str:
-        """Names the result of several that has most of the error; "" without one."""
+        """Names the result of several that has most of the error, or those not finite; "" without one."""
         of_zero = zero_but_for_rounding(self.results)
-        errors = {r.name: r.error for r in self.results if r not in of_zero and math.isfinite(r.error)}
-        worst = max(errors, key=errors.__getitem__, default="")
-        if self.is_loss or len(errors) < 2 or 2 * errors[worst] ** 2 < math.hypot(*errors.values()) ** 2:
+        errors = {r.name: r.error for r in self.results if r not in of_zero}
+        if self.is_loss or len(errors) < 2:
+            return ""
+        if infinite := [name for name, error in errors.items() if not math.isfinite(error)]:
+            return f" ({joined(infinite, 2)})"
+        worst = max(errors, key=errors.__getitem__)
+        if 2 * errors[worst] ** 2 < math.hypot(*errors.values()) ** 2:
             return ""
         return f" on average ({worst} by {trials.error_text(errors[worst])})"
 

@@ -16,6 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, percent, plain
+from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
@@ -201,7 +202,7 @@ def recommend(
     card = None if target is None else find_target(target)
     recipe = recipe and chosen.usable_recipe(recipe, target)
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
-    others = [dataclasses.replace(loss, args=tuple(batch)) for batch in batches]
+    probes, others = positive_int(probes, "probes"), list(map(loss.with_batch, batches))
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
     with progress.showing("recommend"), without_overflow_warnings():

@@ -7,6 +7,7 @@ from typing import Any
 
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.report_base import Report, Sum, Table, count_text, joined, row_of
+from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, path_text, show_pattern, unused_error
 from jmp_policy._src.report import progress
@@ -169,6 +170,7 @@ def sensitivity(
       M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix, 1990 (the probes).
     """
     loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
+    probes = positive_int(probes, "probes")
     with progress.showing("sensitivity"), without_overflow_warnings():
         traced = TracedLoss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
         if measure is None:

@@ -26,7 +26,7 @@ from jmp_policy._src.policy.scope import ACTIVE, Scope
 from jmp_policy._src.report import tapping
 from jmp_policy._src.report.audit import audit_of
 from jmp_policy._src.report.audit_findings import Product
-from jmp_policy._src.report.function import Function, as_function, replaced
+from jmp_policy._src.report.function import Function, replaced, to_run
 from jmp_policy._src.report.lost_constants import (
     LostConstants,
     WideNumbers,
@@ -58,6 +58,15 @@ class Loss:
     rules: PolicyMap | None = None
     _known: dict[PolicyMap, "Loss"] = dataclasses.field(default_factory=dict, init=False)
 
+    def with_batch(self, batch: Sequence[Any]) -> "Loss":
+        """The same with other values of its arguments; raises TypeError for what is no tuple or list."""
+        if not isinstance(batch, tuple | list):
+            raise TypeError(
+                f"{self.use}'s batches are tuples of what the loss takes after the parameters: "
+                f"batches=[(x, y), ...]; one is of type {type(batch).__name__}."
+            )
+        return dataclasses.replace(self, args=tuple(batch))
+
     @functools.cached_property
     def function(self) -> Function:
         """The same as a function of arrays that gives the loss alone."""
@@ -66,7 +75,7 @@ class Loss:
         def loss(*args: Any, **kwargs: Any) -> Any:
             return split_loss(self.call(*args, **kwargs), self.has_aux)[0]
 
-        return as_function(loss, (self.params, *self.args), dict(self.kwargs), self.use)
+        return to_run(loss, (self.params, *self.args), dict(self.kwargs), self.use)
 
     @functools.cached_property
     def trained(self) -> list[int]:
@@ -246,7 +255,7 @@ class TracedLoss:
         policy = f"params=float32, compute={dtype}, output=float32"
         self.in_float32 = _not_half(loss, PolicyMap(policy))
         self._half = half = loss.under(_rules_around(self.in_float32, list(loss.modules), policy))
-        others = (dataclasses.replace(half, args=tuple(batch)).function.arrays for batch in batches)
+        others = (half.with_batch(batch).function.arrays for batch in batches)
         self.name, self.dtype, self.modules = half.function.name, dtype, loss.modules
         self.jaxpr, self.trained, self.batches = half.jaxpr, half.trained, [half.function.arrays, *others]
         first, *shapes = ([(x.shape, str(x.dtype)) for x in arrays] for arrays in self.batches)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jmp_policy._src.core.report_base import Report, Table
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, metrics, static_scales
+from jmp_policy._src.loss_scaling.metrics import get_loss_scale_state, metrics_on_host, static_scales
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum
 from jmp_policy._src.report.spectrum.spectrum import SpectrumState
 
@@ -116,7 +116,8 @@ def advise(
     for name, value in (scalars or {}).items():
         if np.shape(value) or np.asarray(value).dtype.kind not in "biufV":  # bfloat16 is a V.
             raise TypeError(f"advise takes numbers; {name!r} is {value!r}.")
-    values = {n: float(np.asarray(value)) for n, value in (metrics(opt_state) | dict(scalars or {})).items()}
+    seen = metrics_on_host(opt_state, "advise") | dict(scalars or {})
+    values = {name: float(np.asarray(value)) for name, value in seen.items()}
     if isinstance(spectrum, SpectrumState):
         spectrum = spectrum.report()
     if not isinstance(spectrum, GradientSpectrum | None):

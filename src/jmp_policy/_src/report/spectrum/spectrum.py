@@ -19,7 +19,7 @@ from jmp_policy._src.loss_scaling.float8_state import next_histories
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.loss_scaling.loss_scale import restore_scale, scale_loss, split_loss
 from jmp_policy._src.report import progress, tapping
-from jmp_policy._src.report.function import Function, as_function, as_loss_scale
+from jmp_policy._src.report.function import Function, as_function, as_loss_scale, to_run
 from jmp_policy._src.report.pieces import compiled_quickly
 from jmp_policy._src.report.spectrum import histogram
 from jmp_policy._src.report.spectrum.magnitudes import GradientSpectrum, magnitudes
@@ -69,7 +69,7 @@ def gradient_spectrum(
     References:
       NVIDIA, "Training With Mixed Precision", SDK guide, section 3.1 (the histogram).
     """
-    function = as_function(loss_fn, (params, *args), kwargs, "gradient_spectrum")
+    function = to_run(loss_fn, (params, *args), kwargs, "gradient_spectrum")
     loss_scale = as_loss_scale(scale)
     trained = function.trained_by("gradient_spectrum")
 
@@ -274,6 +274,8 @@ class SpectrumState:
           name: name of the function in the report.
           margin: exponents by which the safe constant scale stays below overflow.
         """
+        if margin < 0:
+            raise ValueError(f"margin is how far the scale stays below overflow: 0 or more, got {margin!r}.")
         state = jax.device_get(self)
         rows = [
             magnitudes(path, "weight gradient", counts, float(largest))
