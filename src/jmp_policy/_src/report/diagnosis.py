@@ -233,7 +233,7 @@ def advice(
             f"which). At a scale of 1 already: compute {part} in float32."
         )
     finite = next((t for t in found.tried if t.is_own and math.isfinite(t.error)), None)
-    if found.kind == "overflow" and finite is not None and not finite.is_mended:
+    if found.lost_digits is None and finite is not None and not finite.is_mended:
         off = f"finite at one of {finite.loss_scale:g}, and off by {trials.error_text(finite.error)}"
         return f"{limit} It is {off}: drift(..., scale={finite.loss_scale:g}) finds what makes that error."
     if found.kind in ("overflow", "rounding"):
