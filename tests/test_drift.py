@@ -316,6 +316,35 @@ def test_what_a_smaller_loss_scale_makes_finite_and_leaves_wrong_is_looked_for_a
     assert f"drift(..., scale={scale:g})" in alone.advice
 
 
+@pytest.mark.parametrize("dtype", [HALF, jnp.bfloat16])
+@pytest.mark.parametrize("fn", [jax.nn.sigmoid, jax.nn.silu, jnp.exp2])
+def test_what_xla_does_in_several_steps_rounds_in_each(fn, dtype):
+    def run(x):
+        return fn(x).astype(jnp.float32)
+
+    x = jnp.linspace(-10, 4, 1001).astype(dtype)
+    exact = fn(x.astype(jnp.float32))
+    measured = jnp.linalg.norm(jax.jit(run)(x) - exact) / jnp.linalg.norm(exact)
+    # In bfloat16 XLA may leave roundings out where it joins operations.
+    rel = 0.1 if dtype == HALF else 0.3
+    assert jmpp.drift(run, x, grad=False).error == pytest.approx(float(measured), rel=rel)
+
+
+def test_a_sigmoid_that_is_zero_in_float16_alone():
+    found = jmpp.drift(lambda x: jnp.log(jax.nn.sigmoid(x)).astype(jnp.float32), HALF([-11.5, 1]), grad=False)
+    assert found.error == np.inf
+    assert "not finite" in found.verdict
+
+
+def test_a_gradient_that_rounding_makes_zero_wants_no_loss_scale():
+    def loss_fn(w):
+        return (1 - jax.nn.sigmoid(w.astype(HALF) + HALF(9.5))).astype(jnp.float32).sum()
+
+    found = jmpp.drift(loss_fn, jnp.float32([0.01, 0.02]), scale=1024.0)
+    assert found.gradient_error == 1
+    assert "scale=" not in found.verdict
+
+
 @pytest.mark.once
 def test_outside_of_modules_a_row_is_of_one_line():
     @functools.partial(jmpp.autocast, policy="bfloat16")

@@ -58,6 +58,8 @@ class Trait(enum.Flag):
     ADDS = enum.auto()
     #: Rounds after each of many steps, in an order that only the compiler knows.
     ACCUMULATES = enum.auto()
+    #: Done in several steps by XLA, each of which rounds: the sigmoid is 1 / (1 + exp(-x)).
+    IN_STEPS = enum.auto()
     #: An accumulation with as many terms as its operand has elements for each of its result.
     REDUCES = enum.auto()
     #: Compares or rounds: a small change of its operands may turn its result.
@@ -99,8 +101,8 @@ class Operation(NamedTuple):
 (
     _PRODUCT, _MOVES, _SUMMED, _BROADCASTS, _KEEPS_WEIGHT, _VIEW, _JOINS, _COSTLY, _POLE, _COLLECTIVE,
     _DTYPE_BOUND, _KERNEL, _COMBINER, _ELEMENTWISE, _NONLINEAR, _EXACT, _EXACT_TRANSPOSE, _ADDS, _ACCUMULATES,
-    _REDUCES, _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _CLIPS, _KEEPS_SIGN, _ADDITION, _SCATTER_SUM,
-    _TAKES_BIAS, _NOT_HALF,
+    _IN_STEPS, _REDUCES, _DECIDES, _RANKS, _COMPARISON, _BOUNDED, _CLIPS, _KEEPS_SIGN, _ADDITION,
+    _SCATTER_SUM, _TAKES_BIAS, _NOT_HALF,
 ) = Trait  # fmt: skip
 
 #: Exact forward and backward.
@@ -136,7 +138,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "ragged_dot_general": Operation("lower", "a dot per group (mixture of experts)", _PRODUCT | _COSTLY),
     # In float32.
     "exp": Operation("full", "multiplies a large operand's rounding; exceeds float16 above 11.1", _CURVE),
-    "exp2": Operation("full", "exceeds float16 at 16", _CURVE),
+    "exp2": Operation("full", "exceeds float16 at 16", _CURVE | _IN_STEPS),
     "expm1": Operation("full", "multiplies a large operand's rounding; exceeds float16 above 11.1", _CURVE),
     "log": Operation("full", "half loses all digits near 1", _CURVE | _POLE),
     "log2": Operation("full", "half loses all digits near 1", _CURVE),
@@ -200,7 +202,7 @@ OPERATIONS: Mapping[str, Operation] = {
         "follow", "a product of few factors; see autocast/operation_rules.py", _CURVE | _POLE
     ),
     "tanh": Operation("follow", "bounded, and 1-Lipschitz", _CURVE),
-    "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE),
+    "logistic": Operation("follow", "bounded, and 1/4-Lipschitz", _CURVE | _IN_STEPS),
     "select_n": Operation("follow", "picks a value", _EACH | _SAFE | _ADDS | _KEEPS_SIGN),
     **_same("eq lt le gt ge", "follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _DECIDES | _COMPARISON),
     "ne": Operation("follow", "a comparison", _EACH | _EXACT_TRANSPOSE | _COMPARISON),

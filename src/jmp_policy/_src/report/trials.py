@@ -101,6 +101,7 @@ class Tried:
         """Says how little is left in half and which loss scale it needs, after commas; "" if neither."""
         share = percent(self.half_share) if self.half_share else "none"
         text = f", with {share} of the FLOPs in half" * (self.half_share < _MOSTLY_HALF)
+        text += ", which gains nothing over float32" * (self.half_share == 0)
         return text + self.scale
 
     @property

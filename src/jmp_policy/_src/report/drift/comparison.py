@@ -9,8 +9,8 @@ result is rounded::
     exact = op(x.exact, y.exact)         # what it inherits is wide - exact
 
 So the two parts add up to the whole error, element by element. Rounding once is what hardware does: products
-accumulate in float32, and elementwise operations are computed there. Sums in half, which round each partial
-sum, run as they were traced. Until the first rounding one run suffices.
+accumulate in float32, and elementwise operations are computed there. What rounds more than once runs as it
+was traced: sums in half, the sigmoid. Until the first rounding one run suffices.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -189,7 +189,7 @@ class TwinEvaluation(Interpreter):
 def _runs_as_traced(eqn: Any) -> bool:
     """Whether only the operation itself knows how it rounds."""
     name = eqn.primitive.name
-    if name in _ACCUMULATES:
+    if name in _MANY_STEPS:
         return any(is_half(ir.dtype_of(var)) for var in eqn.outvars)
     is_opaque = is_foreign(name) or bool(calls.inner_jaxprs(eqn))
     if name == "integer_pow" and is_half(ir.dtype_of(eqn.outvars[0])):
@@ -237,7 +237,8 @@ _NOT_INSIDE: Mapping[Kind | None, str] = {
 }
 
 _EXACT, _ADDS = HAVING[Trait.EXACT], HAVING[Trait.ADDS] | {"carry"}
-_ACCUMULATES, _REDUCES = HAVING[Trait.ACCUMULATES], HAVING[Trait.REDUCES]
+_MANY_STEPS = HAVING[Trait.ACCUMULATES] | HAVING[Trait.IN_STEPS]
+_REDUCES = HAVING[Trait.REDUCES]
 
 #: A softmax makes such numbers 0.
 _MASKED = -1e3

@@ -127,6 +127,9 @@ class DriftRow(Placed):
         return f" ({joined(found)})" if found else ""
 
 
+#: The smallest number of float16 with all its digits.
+_NORMAL_IN_FLOAT16 = 2.0**-14
+
 #: A gradient of a smaller share of the whole one's norm is what rounding in float32 leaves of zero; another
 #: result is if it is so far off besides. What is zero in float32 may be as large as the last number in half.
 _ROUNDING, _FAR_OFF, _ROUNDING_OF_HALF = 2.0**-20, 100.0, 2.0**-10
@@ -321,8 +324,10 @@ class Drift(Report):
     def _vanished(self) -> str:
         """Says which gradients are zero in half alone; "" if none is."""
         of_zero = zero_but_for_rounding(self.results)
-        gone = [r.name for r in self.results if r.norm and r.error == 1 and r not in of_zero]
-        if not gone or not self.is_loss or not self._is_rounding:
+        small = (r for r in self.results if r.norm and r.largest * self.loss_scale < _NORMAL_IN_FLOAT16)
+        gone = [r.name for r in small if r.error == 1 and r.name != "the loss" and r not in of_zero]
+        is_float16 = any(row.dtype == "float16" for row in self.rows)
+        if not gone or not self.is_loss or not is_float16 or not self._is_rounding:
             return ""  # What is wrong may have made them so.
         at = f"at a loss scale of {self.loss_scale:g}"
         return f"The gradient of {joined(gone, 2)} is all zero {at}: give that of training (scale=)"
