@@ -137,7 +137,8 @@ def _at_smaller_scale(
     with progress.interruptible("other rules were not tried"):
         finite = _drift_of(function, True, detail, smaller, has_aux)
         best = mending.best(_modules(finite))
-        return dataclasses.replace(seen, tried=(*seen.tried, *mending.tried)), best
+        tried = {one.text: one for one in (*seen.tried, *mending.tried)}
+        return dataclasses.replace(seen, tried=tuple(tried.values())), best
     return seen, None
 
 
