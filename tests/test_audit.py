@@ -671,6 +671,18 @@ def test_a_decay_that_becomes_one_is_listed(dtype):
     assert not jmpp.audit(lambda x: 0.9999 * x, array(8, dtype=F32)).constants
 
 
+def test_limits_are_said_of_both_half_types_and_a_size_of_one_has_no_advice():
+    def summed(x):
+        return jax.lax.reduce_sum(x, (0,))
+
+    for dtype in (F16, BF16):
+        (found,) = jmpp.audit(summed, array(600, 8, dtype=dtype)).half_operations
+        assert "2048 times a term in float16, 256 in bfloat16" in found.why
+    verdict = jmpp.audit(jnp.matmul, array(512, 16, dtype=F16), array(16, 1, dtype=F16)).verdict
+    assert "a size of 1, where padding does not help: " in verdict
+    assert verdict.endswith(", n 1.")
+
+
 EPSILON = 1e-7
 
 

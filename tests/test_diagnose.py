@@ -446,6 +446,8 @@ def test_a_rule_that_leaves_little_in_half_gives_way_to_one_that_mends(in_bfloat
     else:
         assert (best.rule, best.half_share) == ({"encoder": "float32", "head": "float32"}, 0.01)
         assert best.price == ", with 1 % of the FLOPs in half"
+        none = dataclasses.replace(best, half_share=0.0)
+        assert none.price == ", with none of the FLOPs in half, which gains nothing over float32"
 
 
 @pytest.mark.slow
