@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.flatten_util import ravel_pytree
 
 import jmp_policy as jmpp
 from jmp_policy._src.jaxpr import compat
@@ -61,6 +62,34 @@ def test_rounding_in_float32_is_the_cast(dtype):
         np.testing.assert_array_equal(
             error, np.nan_to_num(cast.astype(np.float32) - x, nan=0.0, posinf=0.0, neginf=0.0)
         )
+
+
+class Act(nn.Module):
+    function: Any
+    dtype: Any = jnp.float32
+
+    def __call__(self, x):
+        return self.function(x.astype(self.dtype)).astype(jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "function", [nn.sigmoid, jnp.exp2, lambda x: jnp.cumsum(x, 1)], ids=["1/(1+exp)", "exp2", "cumsum"]
+)
+def test_operations_that_round_in_several_steps_count_with_each(function, dtype):
+    draw = functools.partial(jax.random.normal, jax.random.key(0))
+    x, y = draw((256, 32)), draw((256, 1))
+
+    def loss_fn(params, dtype=jnp.float32):
+        model = nn.Sequential([nn.Dense(64), Act(function, dtype), nn.Dense(1)])
+        return jnp.square(model.apply(params, x) - y).mean()
+
+    params = nn.Sequential([nn.Dense(64), Act(function), nn.Dense(1)]).init(jax.random.key(0), x)
+    found = jmpp.sensitivity(loss_fn, params, dtype=dtype, measure=True)
+    exact, half = (ravel_pytree(jax.grad(loss_fn)(params, dtype))[0] for dtype in (jnp.float32, dtype))
+    error = jnp.linalg.norm(half - exact) / jnp.linalg.norm(exact)
+    assert {row.path: row.predicted for row in found.rows}["layers_1"] == pytest.approx(float(error), rel=0.2)
 
 
 class Net(nn.Module):

@@ -23,6 +23,8 @@ from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 #: they draw random numbers in their dtype, or they are written for it.
 _AS_TRACED = HAVING[Trait.DTYPE_BOUND]
 
+_MANY_STEPS = HAVING[Trait.ACCUMULATES] | HAVING[Trait.IN_STEPS]
+
 #: What the names of kernels, foreign functions and callbacks end in.
 _FOREIGN = ("callback", "ffi_call", "custom_call", "_fwd_wrapper", "_bwd_wrapper")
 
@@ -211,6 +213,15 @@ def _mentions_half(value: Any) -> bool:
         value = np.dtype(value)
     dtype = value if isinstance(value, np.dtype) else getattr(value, "dtype", None)
     return isinstance(dtype, np.dtype) and is_half(dtype)
+
+
+def rounds_in_steps(eqn: Any) -> bool:
+    """Whether an operation in half rounds more than once, as only the operation itself does."""
+    name = eqn.primitive.name
+    if name == "integer_pow":
+        # Repeated multiplication: 1 / (b * b), the derivative of a division, is 0 where b * b is infinite.
+        return is_half(ir.dtype_of(eqn.outvars[0])) and not -1 <= eqn.params["y"] <= 2
+    return name in _MANY_STEPS and _are_half(eqn.outvars)
 
 
 def as_traced(eqn: Any, values: Sequence[Any]) -> list[Any]:

@@ -28,7 +28,7 @@ from jmp_policy._src.core.narrowing import narrowed
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir, walk
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.compat import open_jaxpr
-from jmp_policy._src.jaxpr.float32_replay import holds_half, is_foreign, replay_equation
+from jmp_policy._src.jaxpr.float32_replay import holds_half, is_foreign, replay_equation, rounds_in_steps
 from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Site, Walk
@@ -189,14 +189,9 @@ class TwinEvaluation(Interpreter):
 def _runs_as_traced(eqn: Any) -> bool:
     """Whether only the operation itself knows how it rounds."""
     name = eqn.primitive.name
-    if name in _MANY_STEPS:
-        return any(is_half(ir.dtype_of(var)) for var in eqn.outvars)
-    is_opaque = is_foreign(name) or bool(calls.inner_jaxprs(eqn))
-    if name == "integer_pow" and is_half(ir.dtype_of(eqn.outvars[0])):
-        # Repeated multiplication: 1 / (b * b), the derivative of a division, is 0 where b * b is infinite.
-        return not -1 <= eqn.params["y"] <= 2
-    is_scaled = formats_of(eqn) is not None
-    return name == "reduce_precision" or is_scaled or (is_opaque and holds_half(eqn))
+    if rounds_in_steps(eqn) or name == "reduce_precision" or formats_of(eqn) is not None:
+        return True
+    return (is_foreign(name) or bool(calls.inner_jaxprs(eqn))) and holds_half(eqn)
 
 
 def _computed_in(eqn: Any, out: Any) -> Any:
@@ -237,7 +232,6 @@ _NOT_INSIDE: Mapping[Kind | None, str] = {
 }
 
 _EXACT, _ADDS = HAVING[Trait.EXACT], HAVING[Trait.ADDS] | {"carry"}
-_MANY_STEPS = HAVING[Trait.ACCUMULATES] | HAVING[Trait.IN_STEPS]
 _REDUCES = HAVING[Trait.REDUCES]
 
 #: A softmax makes such numbers 0.

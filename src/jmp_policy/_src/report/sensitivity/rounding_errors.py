@@ -53,7 +53,11 @@ def rounding(x: jax.Array, dtype: str, scale: jax.Array | None = None) -> tuple[
       What it adds, 0 for what becomes infinite; which finite values become infinite; and which values other
       than zero become zero.
     """
-    half = _rounded(x, dtype, scale)
+    return _difference(_rounded(x, dtype, scale), x, scale)
+
+
+def _difference(half: jax.Array, x: jax.Array, scale: jax.Array | None = None) -> tuple[jax.Array, ...]:
+    """As `rounding`, of what an operation gave in half and in float32."""
     finite = jnp.isfinite(half)
     # A number that is infinite in float32 is not this dtype's fault.
     overflow = finite != jnp.isfinite(x if scale is None else x * scale)
@@ -67,10 +71,10 @@ def _rounded(x: Any, dtype: str, scale: Any = None) -> Any:
     return narrowed(x * scale, dtype).astype(jnp.float32) / scale
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _counted_rounding(x: jax.Array, dtype: str) -> tuple[jax.Array, Sequence[Any], jax.Array]:
+@jax.jit
+def _counted_rounding(half: jax.Array, x: jax.Array) -> tuple[jax.Array, Sequence[Any], jax.Array]:
     """What rounding adds, how many values overflow and underflow, and which become -inf: it may be a mask."""
-    error, overflow, underflow = rounding(x, dtype)
+    error, overflow, underflow = _difference(half, x)
     is_low = overflow & (x < 0)
     return error, totals([x.astype(jnp.float32) for x in (overflow & ~is_low, underflow)]), is_low
 
@@ -110,7 +114,12 @@ class Counter(NamedTuple):
 
     def rounded(self, x: jax.Array, dtype: str) -> Any:
         """What rounding adds, and counts."""
-        return _counted_rounding(jax.lax.stop_gradient(x), dtype)
+        x = jax.lax.stop_gradient(x)
+        return _counted_rounding(_rounded(x, dtype), x)
+
+    def computed(self, x: jax.Array, half: jax.Array, exact: jax.Array) -> Any:
+        """The same of what an operation gives in half and in float32, of rounded operands."""
+        return _counted_rounding(half, exact)
 
     def of_derivative(self, derivative: jax.Array, dtype: str) -> Any:
         """What is counted of an operand whose cotangent is multiplied by a number in half."""
@@ -203,6 +212,10 @@ class Switch(NamedTuple):
     def rounded(self, x: jax.Array, dtype: str) -> Any:
         """The value, rounded."""
         return _rounded(x, dtype)
+
+    def computed(self, x: jax.Array, half: jax.Array, exact: jax.Array) -> Any:
+        """The value as an operation in half gives it."""
+        return jnp.where(jnp.isfinite(half), x + (half - exact), half)
 
     def of_derivative(self, derivative: jax.Array, dtype: str) -> Any:
         """Nothing is rounded there that is not in the cotangent."""

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
+from jmp_policy._src.core.narrowing import narrowed
 from jmp_policy._src.jaxpr import calls, compat, control_flow, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.float32_replay import (
@@ -26,6 +27,7 @@ from jmp_policy._src.jaxpr.float32_replay import (
     evaluate_in_float32,
     holds_half,
     replay_equation,
+    rounds_in_steps,
     to_float32,
 )
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
@@ -277,19 +279,26 @@ class TappedProgram(Interpreter):
             outs = (_with_own_derivative if has_own else replay_equation)(eqn, arrays)
         else:
             outs = self.bind(eqn, *arrays)
-        return [self._made(eqn, var, out, group) for var, out in zip(eqn.outvars, outs, strict=True)]
+        made = [
+            Tapped(out, group if is_half(ir.dtype_of(var)) else None)
+            for var, out in zip(eqn.outvars, outs, strict=True)
+        ]
+        if rounds_in_steps(eqn) and self._is_asked(group):
+            for of, half, exact in zip(made, *_in_half(eqn, arrays, self._dtype), strict=True):
+                of.rounded = self._sinks[Sink(group, False)].computed(of.array, half, exact)
+        for of, var in zip(made, eqn.outvars, strict=True):
+            self._round(of, eqn, var)
+        return made
 
-    def _made(self, eqn: Any, var: Any, array: Any, group: str | None) -> Tapped:
-        """A result of an operation."""
-        if group is None or not is_half(ir.dtype_of(var)):
-            return Tapped(array)
+    def _round(self, made: Tapped, eqn: Any, var: Any) -> None:
+        """Puts a tap on a half result of an operation."""
+        if made.group is None:
+            return
         is_cast = eqn.primitive.name == "convert_element_type"
         forward = not is_half(ir.dtype_of(eqn.invars[0])) if is_cast else eqn.primitive.name not in _EXACT
-        own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == group]
+        own = [reader for reader, reader_group in self._readers.get(var, ()) if reader_group == made.group]
         backward = len(own) > 1 or any(reader.primitive.name not in _EXACT_TRANSPOSE for reader in own)
-        made = Tapped(array, group)
-        made.array = self._tapped(made, array, group, forward, backward)
-        return made
+        made.array = self._tapped(made, made.array, made.group, forward, backward)
 
     def _operand(self, value: Tapped, eqn: Any, place: int, group: str | None) -> Any:
         """An operand; a constant that half precision makes another number is rounded where it is read."""
@@ -351,6 +360,15 @@ class TappedProgram(Interpreter):
             for x, atom in zip(arrays, eqn.invars, strict=True)
         ]
         return self.bind(eqn, *full)
+
+
+def _in_half(eqn: Any, arrays: Sequence[Any], dtype: str) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What an operation gives in half, and in float32, both of operands rounded to half."""
+    rounded = [
+        narrowed(x, dtype).astype(np.float32) if is_half(ir.dtype_of(atom)) else x
+        for x, atom in zip(jax.lax.stop_gradient(list(arrays)), eqn.invars, strict=True)
+    ]
+    return as_traced(eqn, rounded), replay_equation(eqn, rounded)
 
 
 def _derivative(eqn: Any, arrays: Sequence[Any]) -> tuple[int, Any] | None:
