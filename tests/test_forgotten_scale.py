@@ -569,6 +569,26 @@ def test_gradients_that_were_clipped_or_divided_with_the_scale_in_them_draw_a_wa
         unrolled(lambda s, p, x: jax.tree.map(lambda g, p: g + 0.1 * p, good(s, p, x), p), optimizer())
 
 
+def test_a_right_update_does_not_vouch_for_one_whose_gradients_were_clipped():
+    tx = optimizer()
+    in_jit(good, tx)
+    with pytest.warns(UserWarning, match="gradients that optax has clipped"):
+        in_jit(good, optax.chain(optax.clip_by_global_norm(1.0), tx))
+    in_jit(good, optax.chain(optax.clip_by_global_norm(1.0), tx))  # Once.
+
+
+@pytest.mark.parametrize(
+    "scale", [jmpp.DynamicLossScale(), jmpp.StaticLossScale(128.0)], ids=["dynamic", "static"]
+)
+def test_gradients_of_a_float16_loss_were_not_changed(scale):
+    def gradient(state, params, x=X):
+        return jmpp.scaled_value_and_grad(lambda p: loss_fn(p, x).astype(jnp.float16))(state, params)[1]
+
+    with pytest.warns(UserWarning, match="The loss is float16") as told:
+        in_jit(gradient, optimizer(scale))
+    assert len(told) == 1
+
+
 def test_a_loss_function_that_scales_the_loss_itself_draws_a_warning():
     def twice(state, params, x=X):
         scale = jmpp.optim.get_loss_scale_state(state).loss_scale

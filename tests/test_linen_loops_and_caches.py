@@ -295,6 +295,28 @@ def test_state_that_a_module_makes_in_float32_stays_so():
     assert new["cache"]["total"][0] == 4099
 
 
+@pytest.mark.parametrize("puts", [False, True], ids=["value", "put_variable"])
+def test_state_that_begins_as_an_activation_is_float32_as_in_the_bare_model(puts):
+    class Mean(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.Dense(8)(x)
+            mean = self.variable("ema", "mean", lambda: jnp.zeros_like(h[0]))
+            value = jnp.asarray(0.999 * mean.value + 0.001 * h.mean(0), h.dtype)
+            if puts:
+                self.put_variable("ema", "mean", value)
+                self.put_variable("ema", "last", h)
+            else:
+                mean.value = value
+            return h
+
+    model = jmpp.wrap(Mean(), "mixed_float16")
+    variables = model.init(jax.random.key(0), X)
+    assert jax.eval_shape(Mean().init, jax.random.key(0), X) == jax.eval_shape(lambda: variables)
+    _, new = model.apply(variables, X, mutable="ema")
+    assert jax.eval_shape(lambda: new["ema"]) == jax.eval_shape(lambda: variables["ema"])
+
+
 def test_parameters_made_as_variables_are_cast_where_they_are_read():
     class Net(nn.Module):
         @nn.compact

@@ -477,7 +477,7 @@ def test_a_state_from_before_a_field_existed(tx, tmp_path):
         assert_same(restored, state._replace(gradients=fresh.gradients))
 
 
-@pytest.mark.parametrize("path", OUR_FIELDS, ids="/".join)
+@pytest.mark.parametrize("path", [*OUR_FIELDS, ("skipped",), ("grads_finite",)], ids="/".join)
 def test_every_field_of_ours_may_be_missing(path):
     state, fresh = moved(SCALED), SCALED.init(PARAMS)
     expected = flax.serialization.to_state_dict(state)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmp_policy._src.core.public import load
+from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.metrics import metrics_on_host, static_scales
 
@@ -88,6 +89,8 @@ def check(
         raise TypeError(
             "check(..., loss_fn=loss_fn) needs args, what loss_fn was called with: args=(params, batch)."
         )
+    if max_consecutive_skips is not None:
+        max_consecutive_skips = positive_int(max_consecutive_skips, "max_consecutive_skips")
     values = metrics_on_host(opt_state, "check")
     found = _hopeless(values, static_scales(opt_state), max_consecutive_skips)
     if found is None:

@@ -41,6 +41,9 @@ def restore(scale: LossScale, grads: PyTree) -> PyTree:
         if not jnp.issubdtype(g.dtype, jnp.inexact):
             return g
         dtype = promote_dtype(g.dtype)
-        return (g.astype(dtype) * rest.astype(dtype)).astype(g.dtype)
+        # The transpose of this product is the same product, and counts as the end of the backward pass: not
+        # as a change of its gradients.
+        product = jax.linear_transpose(lambda g: (g.astype(dtype) * rest.astype(dtype)).astype(g.dtype), g)
+        return product(g)[0]
 
     return map_derivatives(multiply, grads)

@@ -93,7 +93,7 @@ class ForgottenScaleCheck:
     """Check of every update of one optimizer: of each trace, and of the record until there is an answer."""
 
     def __init__(self, initial: Mapping[str, Any]) -> None:
-        self._initial, self._is_answered = initial, False
+        self._initial, self._is_answered, self._has_warned = initial, False, False
 
     def __call__(
         self, grads: Mapping[str, PyTree], scales: Mapping[str, Any], params: PyTree, state: Any
@@ -114,8 +114,9 @@ class ForgottenScaleCheck:
             for division in divisions.values():
                 SCALE_USE.close(division.scale)
         else:
-            found = explained(divisions, SCALE_USE)
-            if found is not None and not self._is_answered:
+            found = explained(divisions, SCALE_USE, self._is_answered)
+            if found is not None and not self._has_warned:
+                self._has_warned = True
                 warnings.warn(found, UserWarning, stacklevel=3)
         self._is_answered |= bool(divisions)
 

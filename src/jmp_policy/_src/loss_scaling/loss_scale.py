@@ -17,7 +17,7 @@ from jax import lax
 from jmp_policy._src.core.dtypes import cast_leaf, is_floating_array, map_changed, promote_dtype
 from jmp_policy._src.core.narrowing import round_once
 from jmp_policy._src.core.pytree import pytree_dataclass, replace, set_fields, static
-from jmp_policy._src.core.settings import number, positive_int
+from jmp_policy._src.core.settings import number, positive_int, shown
 from jmp_policy._src.core.types import ArrayLike, PyTree
 from jmp_policy._src.loss_scaling import float16_loss, scale_mistakes
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION, derivatives, map_derivatives
@@ -160,7 +160,7 @@ class DynamicLossScale(Scaling):
 
     def adjust(self, grads_finite: ArrayLike, grads: PyTree = None) -> "DynamicLossScale":
         """The scale, grown or backed off, and its counters; leaves keep their types. `grads` are ignored."""
-        finite = jnp.asarray(grads_finite, jnp.bool_)
+        finite = as_flag(grads_finite)
         clean = jnp.where(finite, self.growth_tracker + 1, 0)
         tolerated = jnp.where(finite, self.hysteresis_tracker, self.hysteresis_tracker - 1)
         grow = clean >= self.growth_interval
@@ -232,6 +232,18 @@ def bounded_scale(loss_scale: Any, low: Any, high: Any) -> dict[str, Any]:
     if low > high:
         raise ValueError(f"min_loss_scale {low:g} is greater than max_loss_scale {high:g}.")
     return {"loss_scale": scale_leaf(loss_scale, low, high), "min_loss_scale": low, "max_loss_scale": high}
+
+
+def as_flag(grads_finite: Any) -> jax.Array:
+    """Checks what `adjust` is given: of gradients, or of NaN, it would say that they are finite."""
+    if np.shape(grads_finite) or not jnp.issubdtype(
+        getattr(grads_finite, "dtype", type(grads_finite)), jnp.bool_
+    ):
+        raise TypeError(
+            "adjust takes whether the gradients are finite, a boolean scalar such as all_finite(grads); got "
+            f"{shown(grads_finite)}."
+        )
+    return jnp.asarray(grads_finite)
 
 
 def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -225,7 +225,8 @@ def _match(
         given, found = found["params"], _children(found["params"])
     saved = found or {}
     wraps = next((fields for fields in (_LOSS_SCALED, _MASTERS) if children.keys() >= fields), None)
-    if wraps and not saved.keys() >= wraps:
+    # Of an older version, one of loss_scaled's fields may be missing.
+    if wraps and not (saved.keys() >= wraps or (saved.keys() & wraps & _LOSS_SCALED)):
         found = saved = {"inner_state": given}
     if _is_loss_scale(wanted) and children.keys() & saved.keys():
         field = field or "loss_scale"

@@ -157,7 +157,7 @@ class Division(NamedTuple):
     state: Any
 
 
-def explained(divisions: Mapping[str, Division], uses: Any) -> str | None:
+def explained(divisions: Mapping[str, Division], uses: Any, is_answered: bool) -> str | None:
     """What to warn of gradients that do not plainly come scaled out of a backward pass; None if of nothing.
 
     `loss_scaled` divides gradients by the scale. Gradients that it never multiplied come out 65536 times too
@@ -174,6 +174,7 @@ def explained(divisions: Mapping[str, Division], uses: Any) -> str | None:
     Args:
       divisions: the gradients of each loss, by its name ("" for the only one).
       uses: the record of the scales that were asked for (`forgotten_scale.ScaleUse`).
+      is_answered: whether an update was looked at before: then the record gives no warning.
 
     Raises:
       ValueError: where the running trace shows that no loss scale multiplied them.
@@ -193,7 +194,8 @@ def explained(divisions: Mapping[str, Division], uses: Any) -> str | None:
     scales, first = [division.scale for division in divisions.values()], next(iter(divisions))
     if found or any_multiplied or not all(isinstance(scale, FromDict) for scale in scales):
         return found
-    return None if _take_one(uses, scales, divisions[first].state) else _not_asked_for(first)
+    is_known = _take_one(uses, scales, divisions[first].state) or is_answered
+    return None if is_known else _not_asked_for(first)
 
 
 def _is_multiplied(division: Division, uses: Any) -> bool | None:

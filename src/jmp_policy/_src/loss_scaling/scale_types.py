@@ -23,6 +23,7 @@ from jmp_policy._src.loss_scaling.loss_scale import (
     DynamicLossScale,
     LossScale,
     Scaling,
+    as_flag,
     bounded_scale,
     scale_leaf,
     tree_to_float32,
@@ -200,7 +201,7 @@ class StatisticLossScale(Scaling):
                 "StatisticLossScale.adjust needs the unscaled gradients: adjust(grads_finite, grads=grads). "
                 "jmp_policy.loss_scaled passes them."
             )
-        finite = jnp.asarray(grads_finite, jnp.bool_)
+        finite = as_flag(grads_finite)
         largest = _largest_magnitude(grads, axis_name)
         usable = finite & (largest > 0)
         clean = jnp.where(finite, jnp.where(usable, self.clean_steps + 1, self.clean_steps), 0)
@@ -329,7 +330,7 @@ class PIDLossScale(Scaling):
           grads_finite: boolean scalar.
           grads: ignored.
         """
-        finite = jnp.asarray(grads_finite, jnp.bool_)
+        finite = as_flag(grads_finite)
         error = jnp.where(finite, jnp.float32(1), jnp.float32(-self.overflow_weight))
         limit = jnp.float32(self.integral_limit)
         integral = within(self.integral + error, -limit, limit)

@@ -208,6 +208,8 @@ def _instead_of(value: Any) -> str:
         )
     with contextlib.suppress(ValueError):
         name = parse_dtype(value, "").name
+        if f"mixed_{name}" not in _MIXED:
+            return f" Write {name!r}."
         return f" Write 'mixed_{name}' for float32 parameters, or {name!r} for {name} parameters too."
     return ""
 

@@ -170,7 +170,9 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         fn, args = _call_module, (fn, *args)
     if isinstance(fn, type) or not callable(fn):
         hint = " Did you call it already? Give the function, and its arguments after it."
-        raise TypeError(f"{use} takes a function and its arguments, got {fn!r:.200}.{hint}")
+        if any(callable(arg) for arg in args):
+            hint = " Give the function first, and its arguments after it."
+        raise TypeError(f"{use} takes a function and its arguments, got a {type(fn).__name__} first.{hint}")
     names = _argument_names(fn, args)
     fn = _naming_modules(fn)
     for framework in imported_frameworks():

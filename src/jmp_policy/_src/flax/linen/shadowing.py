@@ -152,18 +152,16 @@ def _may_see_half(value: Any, found: set[int]) -> bool:
     return any(_may_see_half(part, found) for part in parts)
 
 
-def _get_variable(*args: Any, **kwargs: Any) -> Any:
-    """Stands in for `module.get_variable`."""
-    from jmp_policy._src.flax.linen import variables  # Few modules read any so.
+def _stand_in(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `module.get_variable` and the like."""
+    from jmp_policy._src.flax.linen import variables  # Few modules read or make any.
 
-    return variables.get_variable(*args, **kwargs)
-
-
-def _variable(*args: Any, **kwargs: Any) -> Any:
-    """Stands in for `module.variable`."""
-    from jmp_policy._src.flax.linen import variables  # Few modules make any.
-
-    return variables.variable(_as_bare, *args, **kwargs)
+    return getattr(variables, name)(*args, **kwargs)
 
 
-_SHADOWS = {"param": _param, "get_variable": _get_variable, "variable": _variable}
+_SHADOWS: Mapping[str, Any] = {
+    "param": _param,
+    "get_variable": functools.partial(_stand_in, "get_variable"),
+    "put_variable": functools.partial(_stand_in, "put_variable"),
+    "variable": functools.partial(_stand_in, "variable", _as_bare),
+}

@@ -29,6 +29,18 @@ def get_variable(module: nn.Module, own: Callable[..., Any], /, col: str, *args:
     return cast_weight(value, precision.used_param_dtype, precision.policy)
 
 
+def put_variable(module: nn.Module, own: Callable[..., Any], /, col: str, name: str, value: Any) -> None:
+    """Stands in for `module.put_variable`: stores in the dtypes of what is there, or float32."""
+    scope = ACTIVE.value
+    if scope is not None and dtypes.is_half(module_precision(scope, module).compute_dtype):
+        stored = module.get_variable(col, name) if col != "params" else None
+        if stored is not None and jax.tree.structure(stored) == jax.tree.structure(value):
+            value = jax.tree.map(dtypes.in_dtype_of, stored, value)
+        elif col != "cache":
+            value = jax.tree.map(_in_float32, value)
+    own(col, name, value)
+
+
 def variable(
     as_bare: Callable[..., Any],
     module: nn.Module,
@@ -56,9 +68,8 @@ def variable(
     init_fn, is_new = args[0] if args else None, not module.has_variable(col, name)
 
     def first_value(*given: Any, **named: Any) -> Any:
-        value = as_bare(module, precision, init_fn, *given, **named)
         # In half, statistics would stand still.
-        return jax.tree.map(_in_float32, value) if col == "batch_stats" else value
+        return jax.tree.map(_in_float32, as_bare(module, precision, init_fn, *given, **named))
 
     if init_fn is not None and is_new:
         args = (first_value, *args[1:])

@@ -70,6 +70,8 @@ class Loss:
     @functools.cached_property
     def function(self) -> Function:
         """The same as a function of arrays that gives the loss alone."""
+        if not callable(self.call):
+            return to_run(self.call, (self.params, *self.args), dict(self.kwargs), self.use)  # Says so.
 
         @functools.wraps(self.call)
         def loss(*args: Any, **kwargs: Any) -> Any:
