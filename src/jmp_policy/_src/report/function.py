@@ -172,7 +172,8 @@ def as_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         hint = " Did you call it already? Give the function, and its arguments after it."
         if any(callable(arg) for arg in args):
             hint = " Give the function first, and its arguments after it."
-        raise TypeError(f"{use} takes a function and its arguments, got a {type(fn).__name__} first.{hint}")
+        given = f"a {type(fn).__name__}" if isinstance(fn, dict | list | tuple) else f"{fn!r:.200}"
+        raise TypeError(f"{use} takes a function and its arguments, got {given}.{hint}")
     names = _argument_names(fn, args)
     fn = _naming_modules(fn)
     for framework in imported_frameworks():
