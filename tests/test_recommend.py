@@ -12,6 +12,7 @@ from planted_models import PLANTED
 
 import jmp_policy as jmpp
 from jmp_policy._src.core.targets import find_target
+from jmp_policy._src.report.sensitivity import recommend as recommending
 from jmp_policy._src.report.sensitivity.chosen_modules import (
     Choice,
     needing_float32,
@@ -47,6 +48,42 @@ class Difference(nn.Module):
     @nn.compact
     def __call__(self, x):
         return x * jnp.sqrt(jnp.square(x - x * (1 - 1e-4)).sum(-1, keepdims=True))  # Half: x - x.
+
+
+class Stages(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(6):
+            x = jnp.tanh(nn.Dense(16, name=f"stage_{i}")(x))
+        return x
+
+
+@pytest.mark.slow
+def test_a_budget_that_is_missed_by_little_costs_few_more_layers(monkeypatch):
+    model, x = Stages(), jax.random.normal(jax.random.key(0), (32, 16))
+    params = model.init(jax.random.key(1), x)
+
+    def loss_fn(params, x):
+        return jnp.square(model.apply(params, x) - x).mean()
+
+    error = recommending._error
+    monkeypatch.setattr(recommending, "_error", lambda *args: 1.4 * error(*args))
+    whole = jmpp.recommend(loss_fn, params, x, dtype="bfloat16", budget=0.5).measured
+    found = jmpp.recommend(loss_fn, params, x, dtype="bfloat16", budget=0.75 * whole)
+    assert found.fits
+    assert found.half_share > 0.4  # If all errors were to be halved at once, 0.18.
+
+
+@pytest.mark.slow
+def test_bfloat16_is_tried_where_nothing_is_left_in_float16():
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.WeightNorm(nn.Dense(16))(x * 3e4) / 3e4
+
+    x = jax.random.normal(jax.random.key(0), (32, 16))
+    found = jmpp.recommend(Scaled(), Scaled().init(jax.random.key(0), x), x)
+    assert found.policy == jmpp.PolicyMap("mixed_bfloat16")
 
 
 @pytest.mark.slow

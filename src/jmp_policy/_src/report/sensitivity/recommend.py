@@ -215,8 +215,12 @@ def recommend(
             for name in dtypes:
                 traced = TracedLoss(loss, name, batches) if found else first
                 found.append(_in(loss, traced, probes, allowed, exact[0], card))
-                if found[-1].fits and len(found[-1].rows) == 1:
-                    break
+                if (
+                    found[-1].fits
+                    and is_half(found[-1].policy.default.compute_dtype)
+                    and len(found[-1].rows) == 1
+                ):
+                    break  # There is no less to ask for.
         best = max(found, key=_merit)
         return best if recipe is None else _with_recipe(loss, best, recipe, exact[0], card)
 
@@ -289,8 +293,9 @@ def _in(
             path = choice.next()
             if measured <= budget or path is None:
                 break
-            # What is measured may be more than first order says: half of the prediction, before the next run.
-            choice, rules, measured = run(chosen.within(chosen.widened(choice, path), choice.predicted / 2))
+            # What is measured may be more than first order says: less, and half at most, before the next run.
+            less = choice.predicted * max(budget / measured, 0.5)
+            choice, rules, measured = run(chosen.within(chosen.widened(choice, path), less))
 
     if dtype == "float16" and choice.reasons:
         # Cotangents in modules that are float32 now bind no scale.
