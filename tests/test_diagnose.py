@@ -1986,3 +1986,29 @@ def test_an_exponential_of_a_mask_that_became_infinite_is_no_underflow():
     assert (found.kind, found.zero, found.constant.becomes) == ("overflow", None, "-inf")
     assert "log_softmax" not in found.advice
     assert found.error_after < 0.02
+
+
+class Encoder(nn.Module):
+    def setup(self):
+        self.e = nn.Dense(16)
+
+    def encode(self, x):
+        return self.e(x * 3e4) / 3e4
+
+
+class Encodes(nn.Module):
+    def setup(self):
+        self.sub, self.o = Encoder(), nn.Dense(8)
+
+    def __call__(self, x):
+        return self.o(self.sub.encode(x))
+
+
+@pytest.mark.slow
+def test_a_layer_that_a_method_calls_has_the_rule_of_its_path():
+    model, x = jmpp.wrap(Encodes(), "mixed_float16"), jax.random.normal(jax.random.key(0), (32, 16))
+    variables = model.init(jax.random.key(0), x)
+    found = jmpp.diagnose(lambda v: jnp.square(model.apply(v, x)).mean(), variables)
+    assert found.path == "Encodes/sub.encode/e"
+    assert found.rule == {"sub/e": "float32"}
+    assert found.error_after < 1e-3

@@ -183,3 +183,49 @@ def test_decode_cache():
         cache = new["cache"]
     assert int(cache["cache_index"]) == 3
     assert out.dtype == jnp.float32
+
+
+class Passed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Sequential([nn.Dense(16), nn.relu, nn.Dense(8)], name="mlp")(x)
+        return nn.Dense(8, name="head")(x)
+
+
+@pytest.mark.parametrize(("default", "other"), [("float32", "mixed_float16"), ("mixed_float16", "float32")])
+def test_a_rule_governs_the_layers_that_are_passed_to_a_module(default, other):
+    x = jnp.ones((2, 16))
+    model = jmpp.wrap(Passed(), jmpp.PolicyMap(default, {"mlp": other}))
+    variables, policy = (
+        model.init(jax.random.key(0), x),
+        {"Dense_0": other, "Dense_1": other, "head": default},
+    )
+
+    def dtypes_of(model):
+        return {p.path.split("/")[-1]: p.lhs for p in jmpp.audit(model.apply, variables, x).products}
+
+    wanted = {name: str(jmpp.get_policy(text).compute_dtype) for name, text in policy.items()}
+    assert dtypes_of(model) == wanted
+    named = jmpp.PolicyMap(default, {"mlp": other, "Dense_1": default})
+    assert dtypes_of(jmpp.wrap(Passed(), named)) == wanted | {"Dense_1": wanted["head"]}
+
+
+def test_a_module_above_follows_no_rule_of_one_that_calls_it():
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return self.parent.project(x)
+
+    class Outer(nn.Module):
+        def setup(self):
+            self.dense, self.inner = nn.Dense(8), Inner()
+
+        def project(self, x):
+            return self.dense(x)
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    x = jnp.ones((2, 16))
+    model = jmpp.wrap(Outer(), jmpp.PolicyMap("mixed_float16", {"inner": "float32"}))
+    assert [d for _, d, _ in products(model.apply, model.init(jax.random.key(0), x), x)] == ["float16"]

@@ -13,7 +13,7 @@ a tap returns the very value it was given.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -24,6 +24,11 @@ from jmp_policy._src.jaxpr.compat import varying
 from jmp_policy._src.policy.frameworks import Watcher, imported_frameworks, looking
 
 T = TypeVar("T")
+
+
+def plain_names(scopes: Iterable[str]) -> tuple[str, ...]:
+    """Names of modules from those of scopes, in which methods other than `__call__` are named too."""
+    return tuple(part.partition(".")[0] for scope in scopes for part in scope.split("/"))
 
 
 class Taps(Watcher):

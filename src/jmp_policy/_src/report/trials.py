@@ -35,7 +35,7 @@ from jmp_policy._src.report.audit import audit_of
 from jmp_policy._src.report.function import Function
 from jmp_policy._src.report.lost_constants import lost_constants_of, without_overflow_warnings
 from jmp_policy._src.report.pieces import compiled_quickly
-from jmp_policy._src.report.tapping import Calls, watching_modules
+from jmp_policy._src.report.tapping import Calls, plain_names, watching_modules
 
 #: A gradient that is off by no more is mended, whatever else is known.
 _MENDED = 0.02
@@ -267,7 +267,7 @@ class Mending:
         met, calls = Met(), Calls(lambda module: module)
         with TRIAL(met), watching_modules(calls):
             jax.eval_shape(self._program, self._arrays)
-        modules = {call.name.partition(".")[0]: module for call, module in calls.calls}
+        modules = {"/".join(plain_names([call.name])): module for call, module in calls.calls}
         # A wrapped NNX module is of a class of its own.
         self._paths = {path: getattr(type(m), "_jmp_policy_bare", type(m)) for path, m in modules.items()}
         self._products = product_layers(modules.values())
@@ -278,7 +278,7 @@ class Mending:
         if not self._paths:
             return path  # Of a function whose scopes are named by hand.
         # Named scopes are no part of a module's path, and a shared module has the scopes of two places.
-        names = path.split("/")
+        names = plain_names([path])
         around = (known for known in self._paths if _is_part(known.split("/"), names))
         return max(around, key=lambda known: known.count("/"), default="").partition("/")[2]
 

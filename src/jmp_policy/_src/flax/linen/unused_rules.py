@@ -91,9 +91,15 @@ def _governing_rule(
         index = rules.match(scope.relative(whole), above)
         if index is not None:
             return rules.overrides[index][1], False, index
-    # A module that is lifted, or run by `apply`, belongs to the one whose code does it.
-    if scope.caller is not None and _is_detached(scope, above, start):
-        return scope.caller, False, scope.location.rule
+    if scope.caller is None:
+        return rules.default, False, None
+    # A module that is lifted, or run by `apply`, belongs to the one whose code does it. So does one that was
+    # passed to a module with a rule, as the layers of an `nn.Sequential` are; not one above that.
+    running = scope.location
+    is_above = len(path) < len(running.path) and running.path[: len(path)] == path
+    is_passed = running.rule is not None and not is_above
+    if is_passed or _is_detached(scope, above, start):
+        return scope.caller, False, running.rule
     return rules.default, False, None
 
 

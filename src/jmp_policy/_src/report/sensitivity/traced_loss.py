@@ -117,7 +117,7 @@ class Loss:
         # Some modules are only containers of those that run.
         found: dict[tuple[str, ...], Any] = {}
         for call, _ in self._traced[1]:
-            names = plain_names(call.name.split("/"))
+            names = tapping.plain_names([call.name])
             for end in range(1, len(names)):
                 found.setdefault(names[:end], None)
             found[names] = call.module
@@ -194,11 +194,6 @@ class Loss:
         return audit_of(self.function.name, self.gradient, names).products
 
 
-def plain_names(scopes: Sequence[str]) -> tuple[str, ...]:
-    """Names of modules from those of scopes, in which methods other than `__call__` are named too."""
-    return tuple(part.partition(".")[0] for scope in scopes for part in scope.split("/"))
-
-
 def module_of(modules: Mapping[tuple[str, ...], Any]) -> Callable[[tuple[str, ...]], str | None]:
     """A function from the scopes of an operation to the path of its module; None for what no module does.
 
@@ -211,7 +206,7 @@ def module_of(modules: Mapping[tuple[str, ...], Any]) -> Callable[[tuple[str, ..
         if not modules:
             return "/".join(scopes)
         found: tuple[str, ...] = ()
-        for name in plain_names(scopes):
+        for name in tapping.plain_names(scopes):
             # A module that was handed to the one that calls it (the cell of an `nn.RNN`) belongs where it was
             # made. Other scopes in the code of a module are none.
             starts = (found[:end] for end in range(len(found), -1, -1))
