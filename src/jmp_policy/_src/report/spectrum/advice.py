@@ -100,7 +100,7 @@ def advise(
       `Advice`: `changes`, `rules` for a `PolicyMap`, and a `verdict`.
 
     Raises:
-      ValueError: when `opt_state` holds no loss scale, or several without names.
+      ValueError: when `opt_state` holds no loss scale, or several without names, and for stacked states.
       TypeError: for scalars that are no numbers, and a spectrum that is none.
 
     Example:
@@ -117,6 +117,11 @@ def advise(
         if np.shape(value) or np.asarray(value).dtype.kind not in "biufV":  # bfloat16 is a V.
             raise TypeError(f"advise takes numbers; {name!r} is {value!r}.")
     seen = metrics_on_host(opt_state, "advise") | dict(scalars or {})
+    if stacked := [name for name, value in seen.items() if np.shape(value)]:
+        raise ValueError(
+            f"advise takes one state, and {stacked[0]!r} has shape {np.shape(seen[stacked[0]])}. Of those that "
+            "pmap or vmap has stacked give one: jax.tree.map(lambda x: x[0], opt_state)."
+        )
     values = {name: float(np.asarray(value)) for name, value in seen.items()}
     if isinstance(spectrum, SpectrumState):
         spectrum = spectrum.report()
