@@ -124,7 +124,7 @@ def test_rules_are_those_of_the_most_urgent_changes():
 
 def test_states_that_are_stacked_are_refused():
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), trained([(1e-2, 1e-3)]))
-    with pytest.raises(ValueError, match=r"advise takes one state, and .* has shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"advise takes one state; .* has shape \(2,\)"):
         jmpp.advise(stacked)
 
 

@@ -92,6 +92,37 @@ def test_operations_that_round_in_several_steps_count_with_each(function, dtype)
     assert {row.path: row.predicted for row in found.rows}["layers_1"] == pytest.approx(float(error), rel=0.2)
 
 
+class Lattice(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        logits = nn.Dense(8)(x) - 3
+
+        def step(alpha, logits):
+            return jnp.logaddexp(alpha, jnp.roll(alpha, 1, 1)) + logits, None
+
+        alpha, _ = jax.lax.scan(step, logits[:, 0], logits.swapaxes(0, 1))
+        return -alpha[:, -1].astype(jnp.float32).mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", [False, True])
+def test_a_derivative_that_is_computed_from_a_rounded_result_counts(measure):
+    x = jax.random.normal(jax.random.key(7), (4, 30, 8))
+    model = Lattice()
+    params = model.init(jax.random.key(8), x)
+
+    def loss_fn(params, x, model=model):
+        return model.apply(params, x)
+
+    found = jmpp.sensitivity(loss_fn, params, x, dtype="bfloat16", measure=measure)
+    half = functools.partial(loss_fn, model=jmpp.wrap(model, "mixed_bfloat16"))
+    exact, half = (ravel_pytree(jax.grad(fn)(params, x))[0] for fn in (loss_fn, half))
+    error = float(jnp.linalg.norm(half - exact) / jnp.linalg.norm(exact))
+    assert error > 0.05
+    # To first order errors of a step are independent of those of the others.
+    assert found.rows[0].predicted == pytest.approx(error, rel=0.1 if measure else 0.5)
+
+
 class Net(nn.Module):
     @nn.compact
     def __call__(self, x):

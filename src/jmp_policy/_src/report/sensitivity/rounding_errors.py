@@ -141,6 +141,10 @@ class Counter(NamedTuple):
         error, numbers = _counted_sum(dtype, seen, half - seen, self.scale)
         return _with_error(exact, error, self.square), Counter(None, numbers, None)
 
+    def of_rule(self, exact: jax.Array, error: jax.Array) -> jax.Array:
+        """A cotangent, with what computing it in half adds."""
+        return _with_error(exact, jnp.where(jnp.isfinite(error), error, np.float32(0)), self.square)
+
 
 STATISTICS = (
     "loss_variance", "overflow", "underflow", "gradient_overflow", "gradient_underflow", "largest_gradient",
@@ -234,6 +238,10 @@ class Switch(NamedTuple):
     def of_sum(self, exact: jax.Array, half: jax.Array, dtype: str) -> Any:
         """The sum in half."""
         return jnp.where(self.on, half, exact), None
+
+    def of_rule(self, exact: jax.Array, error: jax.Array) -> jax.Array:
+        """The cotangent, with what computing it in half adds if it is on."""
+        return _rounded_if(self.on, exact, exact + error)
 
 
 #: The largest loss scale that is proposed.

@@ -32,12 +32,15 @@ from jmp_policy._src.jaxpr.float32_replay import (
 )
 from jmp_policy._src.jaxpr.interpreter import Carries, Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import size
+from jmp_policy._src.jaxpr.walk import Walk, size
 
 #: Operations whose operands may be broadcast along axes of size 1, which their transposes sum over.
 _BROADCASTING = HAVING[Trait.BROADCASTS]
 
 _POWERS = {"rsqrt": -0.5, "div": -1}
+
+#: Derivatives of these are computed from their operands or results.
+_CURVED = HAVING[Trait.NONLINEAR] - HAVING[Trait.EXACT]
 
 _EXACT, _EXACT_TRANSPOSE = HAVING[Trait.EXACT], HAVING[Trait.EXACT_TRANSPOSE]
 
@@ -123,6 +126,39 @@ def _sum_backward(transposable: Any, dtype: str, residuals: Any, g: Any) -> Any:
 
 
 tap_sum.defvjp(_sum_forward, _sum_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def tap_rule(exact: Callable[..., Any], half: Callable[..., Any], dtype: str, arrays: Any, sink: Any) -> Any:
+    """Computes a function whose derivative is computed from its result, which is rounded in half (logaddexp).
+
+    Args:
+      exact: the function in float32.
+      half: the same in half, of float32 arrays and with such results.
+      dtype: "float16" or "bfloat16".
+      arrays: its operands.
+      sink: what counts or rounds.
+    """
+    return exact(*arrays)
+
+
+def _rule_forward(exact: Any, half: Any, dtype: str, arrays: Any, sink: Any) -> Any:
+    return exact(*arrays), (arrays, sink)
+
+
+def _rule_backward(exact: Any, half: Any, dtype: str, residuals: Any, g: Any) -> Any:
+    arrays, sink = residuals
+    _, transposed = jax.vjp(exact, *arrays)
+    rounded = [narrowed(x, dtype).astype(np.float32) for x in jax.lax.stop_gradient(arrays)]
+    scaled = [jax.lax.stop_gradient(x) * sink.scale for x in g]
+    in_half, in_float32 = (jax.vjp(function, *rounded)[1](scaled) for function in (half, exact))
+    rows = zip(transposed(g), in_half, in_float32, strict=True)
+    # The rounding of the cotangent itself counts where the operand is made.
+    errors = ((x, (a - narrowed(b, dtype).astype(np.float32)) / sink.scale) for x, a, b in rows)
+    return [sink.of_rule(x, error) for x, error in errors], None
+
+
+tap_rule.defvjp(_rule_forward, _rule_backward)
 
 
 @jax.custom_vjp
@@ -276,14 +312,17 @@ class TappedProgram(Interpreter):
             outs = [_without_gradient(*arrays)]
         elif holds_half(eqn):
             has_own = calls.kind_of(eqn) in (Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
-            outs = (_with_own_derivative if has_own else replay_equation)(eqn, arrays)
+            if _has_rule(eqn) and self._is_asked(group):
+                outs = self._by_rule(eqn, arrays, group)
+            else:
+                outs = (_with_own_derivative if has_own else replay_equation)(eqn, arrays)
         else:
             outs = self.bind(eqn, *arrays)
         made = [
             Tapped(out, group if is_half(ir.dtype_of(var)) else None)
             for var, out in zip(eqn.outvars, outs, strict=True)
         ]
-        if rounds_in_steps(eqn) and self._is_asked(group):
+        if (rounds_in_steps(eqn) or _has_rule(eqn)) and self._is_asked(group):
             for of, half, exact in zip(made, *_in_half(eqn, arrays, self._dtype), strict=True):
                 of.rounded = self._sinks[Sink(group, False)].computed(of.array, half, exact)
         for of, var in zip(made, eqn.outvars, strict=True):
@@ -343,6 +382,11 @@ class TappedProgram(Interpreter):
             self.groups[group] = None
         return group is not None and Sink(group, False) in self._sinks
 
+    def _by_rule(self, eqn: Any, arrays: list[Any], group: str) -> list[Any]:
+        sink = self._sinks[Sink(group, False)]
+        exact, half = (lambda *x, run=run: list(run(eqn, x)) for run in (_with_own_derivative, as_traced))
+        return tap_rule(exact, half, self._dtype, arrays, sink.beside(arrays[0]))
+
     def _summed(self, eqn: Any, arrays: list[Any], group: str) -> list[Any]:
         """Runs an operation of which a transpose adds up half terms, with a tap on the sum."""
         sink = self._sinks[Sink(group, False)]
@@ -360,6 +404,13 @@ class TappedProgram(Interpreter):
             for x, atom in zip(arrays, eqn.invars, strict=True)
         ]
         return self.bind(eqn, *full)
+
+
+def _has_rule(eqn: Any) -> bool:
+    """Whether an operation has a derivative of its own that half precision may compute inexactly."""
+    if calls.kind_of(eqn) is not Kind.CUSTOM_JVP or not all(map(_is_half_variable, eqn.invars)):
+        return False
+    return any(inner.primitive.name in _CURVED for inner, *_ in Walk(eqn.params["call_jaxpr"]).operations)
 
 
 def _in_half(eqn: Any, arrays: Sequence[Any], dtype: str) -> tuple[Sequence[Any], Sequence[Any]]:

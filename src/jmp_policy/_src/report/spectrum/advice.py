@@ -119,7 +119,7 @@ def advise(
     seen = metrics_on_host(opt_state, "advise") | dict(scalars or {})
     if stacked := [name for name, value in seen.items() if np.shape(value)]:
         raise ValueError(
-            f"advise takes one state, and {stacked[0]!r} has shape {np.shape(seen[stacked[0]])}. Of those that "
+            f"advise takes one state; {stacked[0]!r} has shape {np.shape(seen[stacked[0]])}. Of those that "
             "pmap or vmap has stacked give one: jax.tree.map(lambda x: x[0], opt_state)."
         )
     values = {name: float(np.asarray(value)) for name, value in seen.items()}
