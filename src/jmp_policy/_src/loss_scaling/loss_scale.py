@@ -236,14 +236,13 @@ def bounded_scale(loss_scale: Any, low: Any, high: Any) -> dict[str, Any]:
 
 def as_flag(grads_finite: Any) -> jax.Array:
     """Checks what `adjust` is given: of gradients, or of NaN, it would say that they are finite."""
-    if np.shape(grads_finite) or not jnp.issubdtype(
-        getattr(grads_finite, "dtype", type(grads_finite)), jnp.bool_
-    ):
+    dtype = getattr(grads_finite, "dtype", type(grads_finite))
+    if np.shape(grads_finite) or not any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer)):
         raise TypeError(
             "adjust takes whether the gradients are finite, a boolean scalar such as all_finite(grads); got "
             f"{shown(grads_finite)}."
         )
-    return jnp.asarray(grads_finite)
+    return jnp.asarray(grads_finite, jnp.bool_)
 
 
 def split_loss(out: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -129,7 +129,7 @@ tap_sum.defvjp(_sum_forward, _sum_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def tap_rule(exact: Callable[..., Any], half: Callable[..., Any], dtype: str, arrays: Any, sink: Any) -> Any:
+def tap_rule(exact: Callable[..., Any], half: Callable[..., Any], dtype: str, arrays: Any, sinks: Any) -> Any:
     """Computes a function whose derivative is computed from its result, which is rounded in half (logaddexp).
 
     Args:
@@ -137,25 +137,26 @@ def tap_rule(exact: Callable[..., Any], half: Callable[..., Any], dtype: str, ar
       half: the same in half, of float32 arrays and with such results.
       dtype: "float16" or "bfloat16".
       arrays: its operands.
-      sink: what counts or rounds.
+      sinks: what counts or rounds, for each of them.
     """
     return exact(*arrays)
 
 
-def _rule_forward(exact: Any, half: Any, dtype: str, arrays: Any, sink: Any) -> Any:
-    return exact(*arrays), (arrays, sink)
+def _rule_forward(exact: Any, half: Any, dtype: str, arrays: Any, sinks: Any) -> Any:
+    return exact(*arrays), (arrays, sinks)
 
 
 def _rule_backward(exact: Any, half: Any, dtype: str, residuals: Any, g: Any) -> Any:
-    arrays, sink = residuals
+    arrays, sinks = residuals
     _, transposed = jax.vjp(exact, *arrays)
     rounded = [narrowed(x, dtype).astype(np.float32) for x in jax.lax.stop_gradient(arrays)]
-    scaled = [jax.lax.stop_gradient(x) * sink.scale for x in g]
+    scaled = [jax.lax.stop_gradient(x) * sinks[0].scale for x in g]
     in_half, in_float32 = (jax.vjp(function, *rounded)[1](scaled) for function in (half, exact))
-    rows = zip(transposed(g), in_half, in_float32, strict=True)
     # The rounding of the cotangent itself counts where the operand is made.
-    errors = ((x, (a - narrowed(b, dtype).astype(np.float32)) / sink.scale) for x, a, b in rows)
-    return [sink.of_rule(x, error) for x, error in errors], None
+    pairs = zip(in_half, in_float32, sinks, strict=True)
+    errors = [(a - narrowed(b, dtype).astype(np.float32)) / sink.scale for a, b, sink in pairs]
+    rows = zip(sinks, transposed(g), errors, strict=True)
+    return [sink.of_rule(x, error) for sink, x, error in rows], None
 
 
 tap_rule.defvjp(_rule_forward, _rule_backward)
@@ -385,7 +386,7 @@ class TappedProgram(Interpreter):
     def _by_rule(self, eqn: Any, arrays: list[Any], group: str) -> list[Any]:
         sink = self._sinks[Sink(group, False)]
         exact, half = (lambda *x, run=run: list(run(eqn, x)) for run in (_with_own_derivative, as_traced))
-        return tap_rule(exact, half, self._dtype, arrays, sink.beside(arrays[0]))
+        return tap_rule(exact, half, self._dtype, arrays, list(map(sink.beside, arrays)))
 
     def _summed(self, eqn: Any, arrays: list[Any], group: str) -> list[Any]:
         """Runs an operation of which a transpose adds up half terms, with a tap on the sum."""
@@ -408,7 +409,9 @@ class TappedProgram(Interpreter):
 
 def _has_rule(eqn: Any) -> bool:
     """Whether an operation has a derivative of its own that half precision may compute inexactly."""
-    if calls.kind_of(eqn) is not Kind.CUSTOM_JVP or not all(map(_is_half_variable, eqn.invars)):
+    if calls.kind_of(eqn) is not Kind.CUSTOM_JVP or not all(
+        map(_is_half_variable, [*eqn.invars, *eqn.outvars])
+    ):
         return False
     return any(inner.primitive.name in _CURVED for inner, *_ in Walk(eqn.params["call_jaxpr"]).operations)
 
