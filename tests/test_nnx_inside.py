@@ -470,3 +470,33 @@ def test_what_modules_return_is_captured():
     assert found == {"__call__0": "float32", **inside}
     assert not any(hasattr(m, "_does_capturing") for m in vars(type(model)).values())
     assert model(X).dtype == jnp.float32
+
+
+class Mean(nnx.Module):
+    """Keeps what it computed last, and a mean of it, in Variables that are no Params."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(16, 16, rngs=rngs)
+        self.mean, self.last = nnx.BatchStat(jnp.zeros(16)), nnx.Variable(jnp.zeros((4, 16)))
+        self.steps = nnx.Variable(jnp.int32(0))
+
+    def __call__(self, x):
+        h = self.dense(x)
+        self.mean[...] = jnp.asarray(0.999 * self.mean + 0.001 * h.mean(0), h.dtype)
+        self.last.set_value(h)
+        self.steps[...] += 1
+        return h
+
+
+def test_state_that_is_written_in_half_stays_float32():
+    model, x = jmpp.wrap(Mean(nnx.Rngs(0)), "mixed_float16"), jnp.ones((4, 16))
+    before = jax.eval_shape(lambda: nnx.state(model))
+    assert model(x).dtype == jnp.float32
+    assert jax.eval_shape(lambda: nnx.state(model)) == before
+
+    def body(model, x):
+        model(x)
+        return model
+
+    nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(model, jnp.stack([x, x]))
+    assert model.steps[...] == 3

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jmp_policy._src.core.dtypes import is_dtype_or_none
+from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
 from jmp_policy._src.flax import compat, float32_products
 from jmp_policy._src.flax.nnx import governed_calls, graph_nodes, layers, stored_arrays
 from jmp_policy._src.flax.nnx.governed_calls import CLASSES, RUNS, Run, subclass
@@ -149,12 +149,15 @@ def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
 def opened(module: Any, precision: ModulePrecision) -> Iterator[Any]:
     """Gives the proxy of a module, whose own Params are read by a precision, for the length of a call."""
     run, before = Run(known=governed_calls.held(vars(module))), RUNS.stack
+    state = governed_calls.float32_state(vars(module)) if is_half(precision.compute_dtype) else ()
     RUNS.stack = (*before, run)
     try:
         yield _proxied(module, precision, run)
     finally:
         RUNS.stack = before
         governed_calls.store_new(vars(module), run.known, precision)
+        for variable in state:
+            stored_arrays.store_in(variable, governed_calls.FLOAT32)
 
 
 def _proxied(node: Any, precision: ModulePrecision, run: Run) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core.classes import make_subclass
@@ -118,6 +119,22 @@ def store_new(attributes: Any, known: dict[int, Any], precision: ModulePrecision
         elif graph_nodes.specification(value) is None:
             island = ModulePrecision(precision.policy, layers.is_island(value))
             store_new(vars(value), known, island)
+
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def float32_state(attributes: dict[str, Any]) -> list[nnx.Variable]:
+    """The Variables of a module that hold float32 state, and keep it where half values are written.
+
+    Else a loop that carries them would fail, and a running mean would stand still. Not those of caches.
+    """
+    variables = [value for value in attributes.values() if isinstance(value, nnx.Variable)]
+    return [
+        v
+        for v in variables
+        if not isinstance(v, nnx.Param | nnx.Cache) and graph_nodes.dtypes(v) == {FLOAT32}
+    ]
 
 
 def held(attributes: Any) -> dict[int, Any]:

@@ -293,7 +293,7 @@ def _in(
             path = choice.next()
             if measured <= budget or path is None:
                 break
-            # What is measured may be more than first order says: less, and half at most, before the next run.
+            # What is measured may be more than first order says: by as much the prediction is to be less.
             less = choice.predicted * max(budget / measured, 0.5)
             choice, rules, measured = run(chosen.within(chosen.widened(choice, path), less))
 
