@@ -479,9 +479,11 @@ class Mean(nnx.Module):
         self.dense = nnx.Linear(16, 16, rngs=rngs)
         self.mean, self.last = nnx.BatchStat(jnp.zeros(16)), nnx.Variable(jnp.zeros((4, 16)))
         self.steps = nnx.Variable(jnp.int32(0))
+        self.others = nnx.Dict({"last": nnx.Variable(jnp.zeros((4, 16)))})
 
     def __call__(self, x):
         h = self.dense(x)
+        self.others["last"].set_value(h)
         self.mean[...] = jnp.asarray(0.999 * self.mean + 0.001 * h.mean(0), h.dtype)
         self.last.set_value(h)
         self.steps[...] += 1

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import difflib
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -213,13 +212,13 @@ def _loss_scale(setting: Any) -> Callable[[], Any]:
     Making one asks JAX for its devices, which must not happen before `jax.distributed.initialize`.
     """
     keys = set(_plain(setting)) if hasattr(setting, "items") else {"type"}
-    if keys & {"type", *inspect.signature(DynamicLossScale).parameters, *SPELLINGS}:
-        return _one_loss_scale(setting)
     known = ("type", *inspect.signature(DynamicLossScale).parameters)
+    if keys & {*known, *SPELLINGS}:
+        return _one_loss_scale(setting)
     for name in map(str, keys):
         # Nearer than any name of a loss: main_loss is like min_loss_scale by 0.7.
-        if near := difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.85):
-            raise ValueError(f"Unknown argument {name!r} of a loss scale. Did you mean {near[0]!r}?")
+        if hint := did_you_mean(name.lower(), known, cutoff=0.85):
+            raise ValueError(f"Unknown argument {name!r} of a loss scale.{hint}")
     several = {name: _one_loss_scale(one) for name, one in check_losses(_plain(setting)).items()}
     return lambda: {name: make() for name, make in several.items()}
 

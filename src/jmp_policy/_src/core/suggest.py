@@ -7,7 +7,12 @@ from types import MappingProxyType
 from jmp_policy._src.core.settings import shown
 
 
-def did_you_mean(word: str, words: Iterable[str], spellings: Mapping[str, str] = MappingProxyType({})) -> str:
+def did_you_mean(
+    word: str,
+    words: Iterable[str],
+    spellings: Mapping[str, str] = MappingProxyType({}),
+    cutoff: float = 0.6,
+) -> str:
     """Returns " Did you mean 'x'?" with the nearest word, or an empty text when no word is near.
 
     Words with the same letters in another order come first: 'fp61' is 'fp16', which difflib finds no nearer
@@ -17,11 +22,12 @@ def did_you_mean(word: str, words: Iterable[str], spellings: Mapping[str, str] =
       word: as it was given.
       words: those that there are.
       spellings: what others call some of them.
+      cutoff: how alike a word must be, from 0 to 1, as for `difflib`.
     """
     words = list(words)
     named = [spellings[word]] if spellings.get(word) in words else []
     swapped = [w for w in words if sorted(w) == sorted(word)]
-    near = named or swapped or difflib.get_close_matches(word, words, n=1)
+    near = named or swapped or difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

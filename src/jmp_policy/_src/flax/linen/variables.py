@@ -33,7 +33,7 @@ def put_variable(module: nn.Module, own: Callable[..., Any], /, col: str, name: 
     """Stands in for `module.put_variable`: stores in the dtypes of what is there, or float32."""
     scope = ACTIVE.value
     if scope is not None and dtypes.is_half(module_precision(scope, module).compute_dtype):
-        stored = module.get_variable(col, name) if col != "params" else None
+        stored = module.scope and module.scope.get_variable(col, name)
         if stored is not None and jax.tree.structure(stored) == jax.tree.structure(value):
             value = jax.tree.map(dtypes.in_dtype_of, stored, value)
         elif col != "cache":

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jmp_policy._src.core.dtypes import is_dtype_or_none, is_half
@@ -149,7 +150,7 @@ def _watched(module: Any) -> contextlib.AbstractContextManager[None]:
 def opened(module: Any, precision: ModulePrecision) -> Iterator[Any]:
     """Gives the proxy of a module, whose own Params are read by a precision, for the length of a call."""
     run, before = Run(known=governed_calls.held(vars(module))), RUNS.stack
-    state = governed_calls.float32_state(vars(module)) if is_half(precision.compute_dtype) else ()
+    state = governed_calls.float32_state(run.known.values()) if is_half(precision.compute_dtype) else ()
     RUNS.stack = (*before, run)
     try:
         yield _proxied(module, precision, run)
@@ -157,7 +158,7 @@ def opened(module: Any, precision: ModulePrecision) -> Iterator[Any]:
         RUNS.stack = before
         governed_calls.store_new(vars(module), run.known, precision)
         for variable in state:
-            stored_arrays.store_in(variable, governed_calls.FLOAT32)
+            stored_arrays.store_in(variable, np.dtype(np.float32))
 
 
 def _proxied(node: Any, precision: ModulePrecision, run: Run) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ class Run:
       trace: the trace that the call began in; no longer current in the body of a transform.
       proxies: every proxy handed out during the call, with the node it stands for.
       views: every view handed out, by the Variable's identity and what it is read by.
-      known: the Params and modules that the module held before, and those stored since.
+      known: the Variables and modules that the module held before, and those stored since.
     """
 
     trace: Any = dataclasses.field(default_factory=_current_trace)
@@ -116,29 +117,23 @@ def store_new(attributes: Any, known: dict[int, Any], precision: ModulePrecision
         known[key] = value
         if isinstance(value, nnx.Param):
             stored_arrays.store_in(value, precision.param_dtype)
-        elif graph_nodes.specification(value) is None:
+        elif not isinstance(value, nnx.Variable) and graph_nodes.specification(value) is None:
             island = ModulePrecision(precision.policy, layers.is_island(value))
             store_new(vars(value), known, island)
 
 
-FLOAT32 = np.dtype(np.float32)
+def float32_state(known: Iterable[Any]) -> list[nnx.Variable]:
+    """The Variables among what `held` gives whose float32 state stays so where half values are written.
 
-
-def float32_state(attributes: dict[str, Any]) -> list[nnx.Variable]:
-    """The Variables of a module that hold float32 state, and keep it where half values are written.
-
-    Else a loop that carries them would fail, and a running mean would stand still. Not those of caches.
+    Else a loop that carries them would fail, and a running mean would stand still. Not Params and caches.
     """
-    variables = [value for value in attributes.values() if isinstance(value, nnx.Variable)]
-    return [
-        v
-        for v in variables
-        if not isinstance(v, nnx.Param | nnx.Cache) and graph_nodes.dtypes(v) == {FLOAT32}
-    ]
+    variables = (value for value in known if isinstance(value, nnx.Variable))
+    state = (variable for variable in variables if not isinstance(variable, nnx.Param | nnx.Cache))
+    return [variable for variable in state if graph_nodes.dtypes(variable) == {np.dtype(np.float32)}]
 
 
 def held(attributes: Any) -> dict[int, Any]:
-    """The Params and modules in a pytree by identity, in objects and NNX's containers too.
+    """The Variables and modules in a pytree by identity, in objects and NNX's containers too.
 
     Of what those modules hold, nothing.
     """
@@ -146,7 +141,7 @@ def held(attributes: Any) -> dict[int, Any]:
         attributes = [value for value in attributes.values() if type(value) not in graph_nodes.PLAIN]
     found: dict[int, Any] = {}
     for leaf in jax.tree.leaves(attributes, is_leaf=graph_nodes.is_node):
-        if isinstance(leaf, nnx.Param) or graph_nodes.is_called(leaf):
+        if isinstance(leaf, nnx.Variable) or graph_nodes.is_called(leaf):
             found[id(leaf)] = leaf
         elif isinstance(leaf, nnx.Pytree):
             found |= held(vars(leaf))

@@ -214,13 +214,10 @@ def recommend(
         with progress.interruptible("bfloat16 was not tried", known=found):
             for name in dtypes:
                 traced = TracedLoss(loss, name, batches) if found else first
-                found.append(_in(loss, traced, probes, allowed, exact[0], card))
-                if (
-                    found[-1].fits
-                    and is_half(found[-1].policy.default.compute_dtype)
-                    and len(found[-1].rows) == 1
-                ):
-                    break  # There is no less to ask for.
+                last = _in(loss, traced, probes, allowed, exact[0], card)
+                found.append(last)
+                if last.fits and len(last.rows) == 1 and is_half(last.policy.default.compute_dtype):
+                    break
         best = max(found, key=_merit)
         return best if recipe is None else _with_recipe(loss, best, recipe, exact[0], card)
 

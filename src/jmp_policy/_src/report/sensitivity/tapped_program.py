@@ -301,7 +301,7 @@ class TappedProgram(Interpreter):
             return list(map(Tapped, replay_equation(eqn, list(map(self._outside, values)))))
         group = self._group_of(where)
         arrays = [self._operand(value, eqn, place, group) for place, value in enumerate(values)]
-        factor = _derivative(eqn, arrays)
+        factor, has_rule = _derivative(eqn, arrays), _has_rule(eqn)
         if factor is not None and self._is_asked(group):
             sink, (place, derivative) = self._sinks[Sink(group, False)], factor
             counts, array = sink.of_derivative(derivative, self._dtype), arrays[place]
@@ -313,7 +313,7 @@ class TappedProgram(Interpreter):
             outs = [_without_gradient(*arrays)]
         elif holds_half(eqn):
             has_own = calls.kind_of(eqn) in (Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
-            if _has_rule(eqn) and self._is_asked(group):
+            if has_rule and self._is_asked(group):
                 outs = self._by_rule(eqn, arrays, group)
             else:
                 outs = (_with_own_derivative if has_own else replay_equation)(eqn, arrays)
@@ -323,7 +323,7 @@ class TappedProgram(Interpreter):
             Tapped(out, group if is_half(ir.dtype_of(var)) else None)
             for var, out in zip(eqn.outvars, outs, strict=True)
         ]
-        if (rounds_in_steps(eqn) or _has_rule(eqn)) and self._is_asked(group):
+        if (has_rule or rounds_in_steps(eqn)) and self._is_asked(group):
             for of, half, exact in zip(made, *_in_half(eqn, arrays, self._dtype), strict=True):
                 of.rounded = self._sinks[Sink(group, False)].computed(of.array, half, exact)
         for of, var in zip(made, eqn.outvars, strict=True):
@@ -409,9 +409,8 @@ class TappedProgram(Interpreter):
 
 def _has_rule(eqn: Any) -> bool:
     """Whether an operation has a derivative of its own that half precision may compute inexactly."""
-    if calls.kind_of(eqn) is not Kind.CUSTOM_JVP or not all(
-        map(_is_half_variable, [*eqn.invars, *eqn.outvars])
-    ):
+    are_half = all(map(_is_half_variable, [*eqn.invars, *eqn.outvars]))
+    if calls.kind_of(eqn) is not Kind.CUSTOM_JVP or not are_half:
         return False
     return any(inner.primitive.name in _CURVED for inner, *_ in Walk(eqn.params["call_jaxpr"]).operations)
 
