@@ -56,7 +56,9 @@ def expected_counts(x, inverse_scale):
 
 
 def check_counts(x, scale=1.0):
-    got = histogram.take_apart(count(x, 1.0 / scale))
+    counts = count(x, 1.0 / scale)
+    np.testing.assert_array_equal(histogram._on_host(x, np.float32(1.0 / scale))[0], counts)
+    got = histogram.take_apart(counts)
     zeros, exponents, infinite, nan, lost = expected_counts(x, 1.0 / scale)
     assert (got[0], got[2], got[3]) == (zeros, infinite, nan)
     np.testing.assert_array_equal(got[1], exponents)

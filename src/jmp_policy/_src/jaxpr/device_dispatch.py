@@ -20,6 +20,9 @@ Arrays = Sequence[jax.Array]
 #: Primitives that stand for a whole function.
 FUNCTIONS: set[Primitive] = set()
 
+#: The same in NumPy, of those that are soon done there and take long to compile.
+ON_HOST: dict[Primitive, Callable[..., Sequence[Any]]] = {}
+
 #: JAX's names of the platforms whose devices are GPUs.
 GPUS = ("cuda", "rocm")
 
@@ -29,6 +32,7 @@ def by_devices(
     anywhere: Callable[..., Arrays],
     one_device: Callable[..., Arrays] | None = None,
     one_gpu: Callable[..., Arrays] | None = None,
+    on_host: Callable[..., Sequence[Any]] | None = None,
     *,
     types: Callable[..., Sequence[jax.ShapeDtypeStruct]],
     derivative: Literal["zero", "of anywhere"] = "zero",
@@ -43,11 +47,14 @@ def by_devices(
       anywhere: the way on several devices, inside `shard_map`, in explicit sharding mode, with symbolic
         dimensions, under `vmap`, and when operations run one by one.
       one_device, one_gpu: the ways in a program for one device, and for one GPU.
+      on_host: the same in NumPy, for a program that runs in pieces on a CPU.
       types: shapes and dtypes of the results, from those of the operands.
       derivative: "zero", or that of `anywhere`, which has one of every order.
     """
     primitive = Primitive(name)
     FUNCTIONS.add(primitive)
+    if on_host is not None:
+        ON_HOST[primitive] = on_host
     primitive.multiple_results = True
     primitive.def_impl(anywhere)
     primitive.def_abstract_eval(

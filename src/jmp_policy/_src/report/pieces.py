@@ -19,7 +19,7 @@ References:
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.compat import Literal
-from jmp_policy._src.jaxpr.device_dispatch import FUNCTIONS
+from jmp_policy._src.jaxpr.device_dispatch import FUNCTIONS, ON_HOST
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import size
 
@@ -116,15 +116,25 @@ class _Piece:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Piece) and self._form == other._form
 
-    def run(self, *arrays: Any) -> list[Any]:
-        """The outputs for the inputs."""
+    def run(self, *arrays: Any, bind: Callable[..., Any] = compat.bind_primitive) -> list[Any]:
+        """The outputs for the inputs; `bind` does an operation."""
         known = dict(zip(self.inputs, arrays, strict=True))
         for eqn, operands, results in self.steps:
             values = [n.val if isinstance(n, Literal) else known[n] for n in operands]
             with compat.eqn_context(eqn):
-                outs = compat.bind_primitive(eqn.primitive, values, eqn.params)
+                outs = bind(eqn.primitive, values, eqn.params)
             known.update(zip(results, outs, strict=True))
         return [known[number] for number in self.outputs]
+
+    def function(self) -> Callable[..., list[Any]]:
+        """What runs it: NumPy, on a CPU, where it is one operation that has such a way; else compiled code."""
+        if jax.default_backend() == "cpu" and all(step.eqn.primitive in ON_HOST for step in self.steps):
+            return functools.partial(self.run, bind=_done_on_host)
+        return _compiled(self)
+
+
+def _done_on_host(primitive: Any, values: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    return ON_HOST[primitive](*values, **params)
 
 
 @functools.lru_cache(maxsize=256)
@@ -146,7 +156,7 @@ class Pieces:
       every_rounding: whether XLA keeps casts to half precision that lie between two operations in float32.
 
     Attributes:
-      pieces: jitted functions, each with the numbers of the values that it reads and makes, and of those that
+      pieces: functions, each with the numbers of the values that it reads and makes, and of those that
         nobody reads after it.
     """
 
@@ -162,7 +172,7 @@ class Pieces:
             options = _options(steps[start:stop], sum(work[start:stop]), every_rounding)
             piece = _Piece(steps[start:stop], needed, options)
             done = [n for n in piece.inputs if not needed(n)]
-            self.pieces.append((_compiled(piece), piece.inputs, piece.outputs, done))
+            self.pieces.append((piece.function(), piece.inputs, piece.outputs, done))
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         known = self._known | dict(zip(self._arguments, arrays, strict=True))

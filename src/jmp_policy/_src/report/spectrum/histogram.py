@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jmp_policy._src.jaxpr.device_dispatch import by_devices, has_known_sizes
+from jmp_policy._src.jaxpr.device_dispatch import by_devices
 
 #: Exponents that are counted separately: those of float32, subnormal numbers included.
 LOWEST, HIGHEST = -149, 127
 _EXPONENTS = HIGHEST - LOWEST + 1
+_LARGEST = np.finfo(np.float32).max
 
 #: Magnitudes that become zero (up to the first), subnormal (below the second) and infinite (from the third
 #: on) in float16 and bfloat16, when rounded to nearest, ties to even.
@@ -39,13 +40,8 @@ def count(x: jax.Array, inverse_scale: jax.Array | float = 1.0) -> jax.Array:
     Returns:
       float32 vector of `SIZE` counts, exact up to 2**24 of a kind.
     """
-    missing = 0
-    # Vectors of few lengths are compiled in less time than arrays of many shapes.
-    if has_known_sizes(x.shape) and 1 < x.size < _CHUNK:
-        missing = 2 ** (x.size - 1).bit_length() - x.size
-        x = jnp.pad(_unsharded(x).ravel(), (0, missing))
     (counts,) = _choose(x, jnp.asarray(inverse_scale, jnp.float32))
-    return counts.at[0].add(-missing) if missing else counts
+    return counts
 
 
 def _in_chunks(x: jax.Array, factor: jax.Array) -> jax.Array:
@@ -93,7 +89,23 @@ def _magnitudes(x: jax.Array) -> jax.Array:
         return single
     least = lax.bitcast_convert_type(jnp.int32(1), jnp.float32)
     single = jnp.where((magnitude > 0) & (magnitude < 2.0**-149), least, single)
-    return jnp.where(jnp.isfinite(magnitude) & jnp.isinf(single), jnp.finfo(jnp.float32).max, single)
+    return jnp.where(jnp.isfinite(magnitude) & jnp.isinf(single), _LARGEST, single)
+
+
+def _on_host(x: jax.Array, factor: jax.Array) -> list[np.ndarray]:
+    """The same counts in NumPy, which a report need not compile for each shape."""
+    flat, counts = np.asarray(x).ravel(), np.zeros(SIZE)
+    for start in range(0, flat.size, _CHUNK):
+        with np.errstate(invalid="ignore"):  # Some bits of NaN.
+            magnitude = np.abs(flat[start : start + _CHUNK].astype(np.float64))
+        is_number = np.isfinite(magnitude) & (magnitude > 0)
+        magnitude = np.where(is_number, np.clip(magnitude, 2.0**LOWEST, _LARGEST), magnitude)
+        index = np.clip(np.frexp(magnitude * float(factor))[1] - 1, LOWEST, HIGHEST) - LOWEST + 1
+        index = np.where(np.isfinite(magnitude), index, 1 + _EXPONENTS + np.isnan(magnitude))
+        by_exponent = np.bincount(np.where(magnitude == 0, 0, index), minlength=1 + _EXPONENTS + 2)
+        lost = [np.sum((low <= magnitude) & (magnitude < high)) for low, high in _LOST.view(np.float32)]
+        counts += np.concatenate([by_exponent, lost])
+    return [counts.astype(np.float32)]
 
 
 #: On several devices all at once: slices of sharded arrays would be gathered from their devices.
@@ -101,6 +113,7 @@ _choose = by_devices(
     "count_exponents",
     lambda *operands: [_at_once(*operands)],
     lambda *operands: [_in_chunks(*operands)],
+    on_host=_on_host,
     types=lambda *_: [jax.ShapeDtypeStruct((SIZE,), jnp.float32)],
 )
 
