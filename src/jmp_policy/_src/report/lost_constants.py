@@ -264,9 +264,11 @@ class LostConstants:
 
     def _by_another_name(self, eqn: Any, site: Site, place: int, becomes: str) -> list[tuple[float, str]]:
         """The number that an operation reads in float32, with its text."""
-        # JAX's own constants are no user's; of an optimizer's decay what it returns shows the loss.
+        # JAX's own constants are no user's, such as the zeros of derivatives; of an optimizer's decay what it
+        # returns shows the loss.
         is_jaxs = eqn.primitive.name in _CLIPS and is_of_activations(eqn)
-        if is_jaxs or (becomes != "0" and is_written_in(eqn, "optax")):
+        is_derivative = eqn.primitive.name == "select_n" and site.backward and becomes == "0"
+        if is_jaxs or is_derivative or (becomes != "0" and is_written_in(eqn, "optax")):
             return []
         wide = self._in_float32()
         number = wide.read.get((id(eqn), place), np.nan)
