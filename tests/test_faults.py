@@ -385,7 +385,7 @@ def as_expected(rows):
 def test_damaged_states_are_refused_or_do_no_harm():
     rows = damage.states(["several losses", "NNX"])
     as_expected(rows)
-    assert sum(row.refused for row in rows) > 500
+    assert sum(row.refused for row in rows) >= 500
 
 
 def test_damaged_configs_and_patterns_are_refused_or_do_no_harm():
