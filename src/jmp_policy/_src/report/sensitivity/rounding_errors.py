@@ -420,7 +420,8 @@ class AppliedRounding:
 
     def __init__(self, traced: TracedLoss, scale: float):
         self._traced, self._scale = traced, scale
-        self._run = compiled_quickly(self._gradient, len(traced.batches) * len(traced.groups))
+        runs = len(traced.batches) * len(traced.groups)
+        self._run, self._squares = compiled_quickly(self._gradient, runs), compiled_quickly(_squares, runs)
         off = [False] * len(traced.sinks)
         self._exact = [self._run(off, scale, arrays) for arrays in traced.batches]
 
@@ -428,7 +429,7 @@ class AppliedRounding:
         """The squares of the relative errors of gradient and loss, as means over the batches."""
         on = list(map(set(sinks).__contains__, self._traced.sinks))
         squares = [
-            jax.device_get(_squares(self._run(on, self._scale, arrays), exact))
+            jax.device_get(self._squares(self._run(on, self._scale, arrays), exact))
             for arrays, exact in zip(self._traced.batches, self._exact, strict=True)
         ]
         mean = np.mean(squares, axis=0, dtype=np.float64)
@@ -454,7 +455,6 @@ class AppliedRounding:
         return jax.value_and_grad(traced.run, 1)(switches, traced.params(arrays), arrays)
 
 
-@jax.jit
 def _squares(found: Any, exact: Any) -> Any:
     """The squares of the relative errors of the gradients and the loss."""
     (loss, grads), (exact_loss, exact_grads) = found, exact
