@@ -49,7 +49,7 @@ if jax.__version_info__ < (0, 11):  # Later ones have no other emitters.
 _FIXED_COST = 40
 
 #: A loop over so many numbers is better compiled well: what is saved at each, over what a step takes longer.
-_MANY = 200_000
+_MANY = 1_000_000
 
 #: Of a sum of half numbers, where what it loses depends on how it is compiled.
 _MANY_TERMS = 16
@@ -127,7 +127,7 @@ class _Piece:
         return [known[number] for number in self.outputs]
 
     def function(self) -> Callable[..., list[Any]]:
-        """What runs it: NumPy, on a CPU, where it is one operation that has such a way; else compiled code."""
+        """What runs it: NumPy, on a CPU, for operations that have such a way; else compiled code."""
         if jax.default_backend() == "cpu" and all(step.eqn.primitive in ON_HOST for step in self.steps):
             return functools.partial(self.run, bind=_done_on_host)
         return _compiled(self)
