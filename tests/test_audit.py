@@ -800,6 +800,23 @@ def test_a_zero_in_bfloat16_was_written_as_zero():
     assert not jmpp.audit(lambda g, s: tx.update(g, s), w, jax.eval_shape(tx.init, w)).constants
 
 
+def test_the_zeros_of_a_derivative_are_looked_for_in_no_trace_in_float32():
+    def traces(activation):
+        model, traced = jmpp.wrap(nn.Dense(8), "params=float32,compute=float16"), []
+
+        def loss_fn(params, x):
+            traced.append(x)
+            return activation(model.apply(params, x)).astype(F32).sum()
+
+        jmpp.audit(loss_fn, model.init(jax.random.key(0), x), x, grad=True)
+        return len(traced)
+
+    x = jnp.ones((2, 8))
+    assert traces(nn.relu) == traces(jnp.tanh) == 1
+    # Its number could be any, until the trace in float32 shows it.
+    assert traces(lambda h: jnp.maximum(h, np.float16(EPSILON))) == 2
+
+
 def test_constants_of_a_model_are_named_by_module():
     class Mean(nn.Module):
         @nn.compact

@@ -369,7 +369,7 @@ class Comparison:
       quick: whether to measure in less time. Then `is_reliable` says whether it has to be done again without.
 
     Attributes:
-      nodes: values at which the runs may differ.
+      nodes: values at which the runs may differ; known once it was called, or traced.
       results: for each result of the program its node, or None where the runs cannot differ.
     """
 
@@ -391,15 +391,14 @@ class Comparison:
         self._updated = {i: of for i, of in updated.items() if halves[i]}
         self.nodes: list[Node] = []
         self.results: list[int | None] = []
-        jax.eval_shape(lambda *arrays: self._run(arrays, set())[1], *types)
-        self._wanted = _used(self.nodes, self.results) if measures else set()
+        self._measures = measures
 
     def __call__(self, arrays: Sequence[Any]) -> Any:
         """What was measured, for each result and by node, the first result in float32, and changes.
 
         Changes are the sums of the squares of what float32 adds to arguments, by result.
         """
-        outs, measured = self._run(arrays, self._wanted)
+        outs, measured = self._run(arrays)
         compared = [self._compared(twin) for twin in outs]
         changes = {}
         for i, arguments in self._updated.items():
@@ -425,12 +424,13 @@ class Comparison:
         half, exact = (squares(self._errors.finite(value)) for value in (twin.half, twin.exact))
         return Compared(squares(error), exact, half, jnp.max(jnp.abs(error), initial=0.0))
 
-    def _run(self, arrays: Sequence[Any], wanted: Set[int]) -> tuple[list[Twin], Any]:
-        recorder = Recorder(wanted, self._errors)
+    def _run(self, arrays: Sequence[Any]) -> tuple[list[Twin], dict[int, Measured]]:
+        recorder = Recorder(self._measures, self._errors)
         evaluation = TwinEvaluation(recorder, self._written, self._cast, self._masked, self._infinite)
         outs = evaluation.run(self._jaxpr, [same(array) for array in arrays], Site())
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
-        return outs, recorder.measured
+        used = _used(self.nodes, self.results)
+        return outs, {number: found for number, found in recorder.measured.items() if number in used}
 
 
 def _used(nodes: Sequence[Node], results: Sequence[int | None]) -> set[int]:

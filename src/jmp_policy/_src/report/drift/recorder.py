@@ -5,7 +5,7 @@ A node is a value that differs. Its sources are the nodes that it was computed f
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -141,22 +141,22 @@ class Measured(NamedTuple):
 
 
 class Recorder:
-    """Keeps the nodes of a program, and the measurements of those that are wanted.
+    """Keeps the nodes of a program, and what is measured at them.
 
     Args:
-      wanted: the numbers of the nodes that are measured.
+      measures: whether anything is.
       errors: how errors are computed.
 
     Attributes:
-      wanted: as given; empty while nodes are not those of the end.
+      measures: as given; False while nodes are not those of the end.
       nodes: of the program.
       measured: by node.
     """
 
-    def __init__(self, wanted: Set[int], errors: Errors):
+    def __init__(self, measures: bool, errors: Errors):
         self.nodes: list[Node] = []
         self.measured: dict[int, Measured] = {}
-        self.wanted, self._errors = wanted, errors
+        self.measures, self._errors = measures, errors
 
     def add(
         self,
@@ -167,7 +167,7 @@ class Recorder:
         lost: Any = None,
         operands: Sequence[Any] = (),
     ) -> int:
-        """Adds a node, measures it if that is wanted, and returns its number.
+        """Adds a node, measures it, and returns its number.
 
         Args:
           node: the node.
@@ -179,7 +179,7 @@ class Recorder:
         """
         self.nodes.append(node)
         number = len(self.nodes) - 1
-        if number not in self.wanted:
+        if not self.measures:
             return number
         unit = self._errors.unit(node.site.backward)
         difference = functools.partial(self._errors.difference, unit=unit)

@@ -99,9 +99,9 @@ class TwinCarries(Carries):
             return [a or b.node is not None for a, b in zip(differs, self.results, strict=True)]
 
         # Nothing is measured, since the numbers of nodes may be others in the end.
-        wanted, self._recorder.wanted = self._recorder.wanted, set()
+        measures, self._recorder.measures = self._recorder.measures, False
         ir.fixed_point(self.differs, after)
-        self._recorder.wanted = wanted
+        self._recorder.measures = measures
 
     def first(self) -> list[Twin]:
         """The first carries, as two arrays each where the runs may differ."""
