@@ -127,8 +127,9 @@ class _Piece:
         return [known[number] for number in self.outputs]
 
     def function(self) -> Callable[..., list[Any]]:
-        """What runs it: NumPy, on a CPU, for operations that have such a way; else compiled code."""
-        if jax.default_backend() == "cpu" and all(step.eqn.primitive in ON_HOST for step in self.steps):
+        """What runs it: NumPy, in one process on a CPU, if its operations have such a way; else a program."""
+        is_here = jax.default_backend() == "cpu" and jax.process_count() == 1
+        if is_here and all(step.eqn.primitive in ON_HOST for step in self.steps):
             return functools.partial(self.run, bind=_done_on_host)
         return _compiled(self)
 

@@ -183,8 +183,9 @@ class TwinEvaluation(Interpreter):
         dtype, adds = _computed_in(eqn, var), name in _ADDS
         node = Node(site, name, dtype, terms, sources, rounds, adds, note, argument)
         seen = half, wide, exact
-        if id(eqn) in self._masked | self._infinite and jnp.issubdtype(dtype, jnp.floating):
-            hidden = exact < _MASKED if id(eqn) in self._masked else jnp.isinf(exact) & (half == exact)
+        is_masked = id(eqn) in self._masked
+        if (is_masked or id(eqn) in self._infinite) and jnp.issubdtype(dtype, jnp.floating):
+            hidden = exact < _MASKED if is_masked else jnp.isinf(exact) & (half == exact)
             seen = tuple(jnp.where(hidden, 0, value) for value in seen)
         return Twin(half, exact, self.recorder.add(node, *seen, lost=lost, operands=twins))
 
