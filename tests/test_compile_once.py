@@ -196,7 +196,7 @@ def test_long_loops_are_compiled_well():
         return jax.lax.conv(x, jnp.ones((8, 8, 3, 3)), (1, 1), "SAME")
 
     assert levels(looped(10), jnp.ones(100)) == {0}
-    assert levels(looped(10_000), jnp.ones(100)) == {1}
+    assert levels(looped(100_000), jnp.ones(100)) == {1}
     assert levels(jnp.sin, jnp.ones(2**20)) == {1}
     assert levels(convolved, jnp.ones((1, 8, 8, 8))) == {0}
-    assert levels(convolved, jnp.ones((8, 8, 64, 64))) == {0, 1}  # The convolution, and its kernel of ones.
+    assert levels(convolved, jnp.ones((32, 8, 64, 64))) == {0, 1}  # The convolution, and its kernel of ones.
