@@ -8,6 +8,7 @@ import pytest
 import jmp_policy as jmpp
 from jmp_policy._src.report import pieces
 from jmp_policy._src.report.pieces import compiled_quickly, totals
+from jmp_policy._src.report.spectrum import histogram
 
 
 def run_compiled(fn, *args):
@@ -200,3 +201,18 @@ def test_long_loops_are_compiled_well():
     assert levels(jnp.sin, jnp.ones(2**20)) == {1}
     assert levels(convolved, jnp.ones((1, 8, 8, 8))) == {0}
     assert levels(convolved, jnp.ones((32, 8, 64, 64))) == {0, 1}  # The convolution, and its kernel of ones.
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_counts_that_stand_by_themselves_are_done_in_numpy(dtype):
+    def counted(x):
+        return histogram.count(jnp.sin(x), 0.5)
+
+    x = jnp.linspace(-1, 1, 48, dtype=dtype).reshape(6, 8)
+    program = pieces.Pieces(jax.make_jaxpr(counted)(x))
+    compiled = [run.__wrapped__.__self__ for run, *_ in program.pieces if hasattr(run, "__wrapped__")]
+    names = {step.eqn.primitive.name for piece in compiled for step in piece.steps}
+    assert "sin" in names
+    assert "count_exponents" not in names
+    for _ in range(2):
+        np.testing.assert_array_equal(program([x])[0], jax.jit(counted)(x))

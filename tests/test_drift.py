@@ -1,5 +1,6 @@
 """Half-precision programs against their float32 replay: errors planted at known places are found there."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -1795,3 +1796,22 @@ def test_a_mask_that_is_added_has_no_part_in_the_error(policy):
     assert first["MaskedByAddition" + "outputs"] < 0.5
     for other in others:
         assert other == pytest.approx(first, abs=0.01)
+
+
+def test_rules_are_tried_for_a_small_error_where_one_line_could_be_half_of_it():
+    def loss_fn(w):
+        return jnp.square((X.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)).sum()
+
+    found = jmpp.drift(loss_fn, W)
+    assert found.is_normal
+
+    def is_worth(error, share):
+        first, *others = found.rows
+        rows = dataclasses.replace(first, share=share), *(dataclasses.replace(row, share=0) for row in others)
+        # Expected of many roundings, so that it is a normal error.
+        return dataclasses.replace(found, error=error, expected=error, rows=rows).is_worth_a_rule
+
+    # What is left of the error without a share of its squares is the root of the rest.
+    assert [is_worth(0.03, share) for share in (0.5, 0.74, 0.76, 1)] == [False, False, True, True]
+    assert not is_worth(0.01, 1)
+    assert is_worth(0.2, 0.5)

@@ -17,11 +17,8 @@ from jax.interpreters import ad, batching, mlir
 from jmp_policy._src.jaxpr import compat
 
 Arrays = Sequence[jax.Array]
-#: Primitives that stand for a whole function.
-FUNCTIONS: set[Primitive] = set()
-
-#: The same in NumPy, of those that are soon done there and take long to compile.
-ON_HOST: dict[Primitive, Callable[..., Sequence[Any]]] = {}
+#: Primitives that stand for a whole function, and the same in NumPy, of those that are soon done there.
+FUNCTIONS: dict[Primitive, Callable[..., Sequence[Any]] | None] = {}
 
 #: JAX's names of the platforms whose devices are GPUs.
 GPUS = ("cuda", "rocm")
@@ -52,9 +49,7 @@ def by_devices(
       derivative: "zero", or that of `anywhere`, which has one of every order.
     """
     primitive = Primitive(name)
-    FUNCTIONS.add(primitive)
-    if on_host is not None:
-        ON_HOST[primitive] = on_host
+    FUNCTIONS[primitive] = on_host
     primitive.multiple_results = True
     primitive.def_impl(anywhere)
     primitive.def_abstract_eval(

@@ -31,7 +31,7 @@ from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.jaxpr import calls, compat, ir
 from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.compat import Literal
-from jmp_policy._src.jaxpr.device_dispatch import FUNCTIONS, ON_HOST
+from jmp_policy._src.jaxpr.device_dispatch import FUNCTIONS
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import size
 
@@ -129,13 +129,15 @@ class _Piece:
     def function(self) -> Callable[..., list[Any]]:
         """What runs it: NumPy, in one process on a CPU, if its operations have such a way; else a program."""
         is_here = jax.default_backend() == "cpu" and jax.process_count() == 1
-        if is_here and all(step.eqn.primitive in ON_HOST for step in self.steps):
+        if is_here and all(FUNCTIONS.get(step.eqn.primitive) for step in self.steps):
             return functools.partial(self.run, bind=_done_on_host)
         return _compiled(self)
 
 
 def _done_on_host(primitive: Any, values: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
-    return ON_HOST[primitive](*values, **params)
+    function = FUNCTIONS[primitive]
+    assert function is not None
+    return function(*values, **params)
 
 
 @functools.lru_cache(maxsize=256)
