@@ -811,10 +811,11 @@ def test_the_zeros_of_a_derivative_are_looked_for_in_no_trace_in_float32():
         jmpp.audit(loss_fn, model.init(jax.random.key(0), x), x, grad=True)
         return len(traced)
 
-    x = jnp.ones((2, 8))
-    assert traces(nn.relu) == traces(jnp.tanh) == 1
+    x, config = jnp.ones((2, 8)), {"epsilon": 1e-9}
+    assert traces(nn.relu) == traces(jnp.tanh) == traces(lambda h: jnp.minimum(h, 20.0)) == 1
     # Its number could be any, until the trace in float32 shows it.
-    assert traces(lambda h: jnp.maximum(h, np.float16(EPSILON))) == 2
+    assert traces(lambda h: jnp.maximum(h, np.float16(config["epsilon"]))) == 2
+    assert traces(lambda h: jnp.where(h == 0, np.float16(config["epsilon"]), h)) == 2
 
 
 def test_constants_of_a_model_are_named_by_module():

@@ -185,6 +185,7 @@ class LostConstants:
         self.numbers: dict[tuple[int, int], float] = {}
         self._found: dict[Any, LostConstant] = {}
         self._known: dict[int, _Known] = {}
+        self._equalities: set[int] = set()
         self._ones: dict[Any, list[tuple[int, int, float]]] = defaultdict(list)
         for operation in operations:
             self._see(*operation)
@@ -210,6 +211,10 @@ class LostConstants:
         if name == "select_n" and wide and is_floating(dtype) and not is_half(dtype):
             # What a mask is filled with before it is cast.
             self._known[results[0].key] = _Known(wide=np.concatenate([np.ravel(value) for value in wide]))
+        if name == "eq":
+            self._equalities.add(results[0].key)
+        if name == "select_n" and operands[0].key in self._equalities and _Known() not in known[1:]:
+            return  # JAX's own derivative of a maximum.
         if name == "div" and is_half(dtype):
             known[1] = self._as_divisor(known[1], eqn, dtype)
         for place, one in enumerate(known):
