@@ -572,6 +572,27 @@ def test_an_overflow_that_makes_ties_is_named_and_a_mask_is_not(pick, masked):
     assert any("overflows" in row.note for row in found.contributions) != masked
 
 
+@pytest.mark.parametrize("first", [1.0003, 1.3])
+@pytest.mark.parametrize("name", ["relu", "max_pool", "max", "round", "tanh"])
+def test_the_part_of_decisions_that_rounding_turns_is_told(name, first):
+    """In float16 1.0003 is 1, so that a relu of the difference passes no gradient on."""
+    functions = {
+        "relu": lambda h: jax.nn.relu(h[1] - h[0]),
+        "max_pool": lambda h: jnp.square(3 * nn.max_pool(h.reshape(1, 2, 1), (2,), (2,))).sum(),
+        "max": jnp.max,
+        "round": lambda h: jnp.round(2000 * (h[1] - h[0])) * h[1],
+        "tanh": lambda h: jnp.tanh(h[1] - h[0]),
+    }
+
+    def loss(w):
+        return functions[name](w.astype(HALF)).astype(jnp.float32) + jnp.square(w).sum() / 64
+
+    found = jmpp.drift(loss, jnp.float32([1, first]))
+    turned = float(name != "tanh" and first == 1.0003)
+    assert found.turned == pytest.approx(turned, abs=0.02)
+    assert ("of it comes through decisions that rounding turns" in found.verdict) == turned
+
+
 def test_powers_round_as_often_as_they_multiply():
     """The derivative of 1 / b is computed as -1 / (b * b): 0 in float16 where b is above 256."""
 

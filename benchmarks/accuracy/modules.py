@@ -154,15 +154,15 @@ SCALE = 2.0**13
 BESIDES = {"Scanned gated Transformer": {"embedding": "float32"}}
 
 
-def shares_of(loss_fn: Any, params: Any, batch: Any) -> dict[str, float]:
-    """The shares that `drift` finds, by the model's own modules."""
-    shares: dict[str, float] = {}
-    for found in jmpp.drift(loss_fn, params, batch, scale=SCALE).rows:
-        _, _, top = found.module.partition("/")
+def shares_of(loss_fn: Any, params: Any, batch: Any) -> tuple[dict[str, float], float]:
+    """The shares that `drift` finds, by the model's own modules, and that of decisions that rounding turns."""
+    shares, found = dict[str, float](), jmpp.drift(loss_fn, params, batch, scale=SCALE)
+    for row in found.rows:
+        _, _, top = row.module.partition("/")
         top = top.partition("/")[0].partition(".")[0]
-        shares[top] = shares.get(top, 0.0) + found.share
+        shares[top] = shares.get(top, 0.0) + row.share
     shares.pop("", None)  # The model's own operations, which no rule puts into float32 alone.
-    return shares
+    return shares, found.turned
 
 
 def worst(name: str) -> list[dict[str, Any]]:
@@ -174,9 +174,11 @@ def worst(name: str) -> list[dict[str, Any]]:
     def squares(rules: Any) -> np.ndarray:
         return np.square(errors(gradients(loss_fn, params, batches, rules, SCALE), exact))
 
-    before, shares = squares(half), Counter[str]()
+    before, shares, turned = squares(half), Counter[str](), 0.0
     for batch, square in zip(batches, before, strict=True):
-        for module, share in shares_of(under(loss_fn, half), params, batch).items():
+        found, decided = shares_of(under(loss_fn, half), params, batch)
+        turned += decided * square / before.sum()
+        for module, share in found.items():
             shares[module] += share * square / before.sum()
     module = max(shares, key=shares.__getitem__)
     after = squares(jmpp.PolicyMap(half.default, {f"{module}/**": "float32", **dict(half.overrides)}))
@@ -184,6 +186,7 @@ def worst(name: str) -> list[dict[str, Any]]:
         {
             "module": module,
             "share": round(float(shares[module]), 3),
+            "turned": round(float(turned), 3),
             "error": digits(np.sqrt(before.mean())),
             "without": digits(np.sqrt(after.mean())),
             "without / error": digits(np.sqrt(after.sum() / before.sum())),

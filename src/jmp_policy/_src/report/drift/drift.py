@@ -252,6 +252,7 @@ def _report(
         gradient_norm=gradient.norm,
         error=error,
         expected=rows.expected(error),
+        turned=rows.turned,
         loss_scale=loss_scale,
         constants=lost.found(),
     )

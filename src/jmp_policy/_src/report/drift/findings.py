@@ -32,14 +32,14 @@ _LARGE = 0.1
 #: Said of a value that is not finite: a compiler may keep float32 between operations that it joins.
 _ROUNDED = " with each operation rounded (`diagnose` looks at the compiled program)"
 
+#: From this share of the error on a verdict tells of decisions.
+_DECIDING = 0.1
+
 #: From this error on it is worth a rule where one line has most of it, also where it is normal.
 WORTH_A_RULE = 0.02
 
-#: Up to so many rows are shown by direction, in the order of the program.
-_SHORT = 10
-
-#: Of more, the largest are, in so many lines.
-_LINES = 13
+#: Up to so many rows are shown in the order of the program; of more the largest, in so many lines.
+_SHORT, _LINES = 10, 13
 
 #: Shares below this are not named in a verdict.
 NAMED = 0.05
@@ -178,6 +178,7 @@ class Drift(Report):
         mean of the squared relative errors of its results.
       expected: what `error` would be if every operation in half precision rounded once, at random, and the
         result of a while loop were off by up to 1 %.
+      turned: the part of `error`'s square that comes through decisions that rounding turns, as of a relu.
       loss_scale: what the loss was multiplied by.
       constants: constants that half precision makes infinite, zero or one; float32 computes with those whose
         number is known.
@@ -189,13 +190,6 @@ class Drift(Report):
       error_after: that error under what is advised; nan without, and for a rule that keeps constants.
       cause: of a gradient that is not finite, what `diagnose` says of the first such value, and of what to do
         where no other line says that.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jmp_policy import drift
-      >>> found = drift(lambda w: jnp.square(w.astype(jnp.bfloat16)).sum(), jnp.ones(3))
-      >>> found.loss_error, found.gradient_error
-      (0.0, 0.0)
     """
 
     function: str
@@ -208,6 +202,7 @@ class Drift(Report):
     gradient_norm: float
     error: float
     expected: float
+    turned: float = 0.0
     loss_scale: float = 1.0
     constants: tuple[lost_constants.LostConstant, ...] = ()
     rule: Mapping[Any, str] = dataclasses.field(default_factory=dict)
@@ -287,6 +282,9 @@ class Drift(Report):
             first, *rest = named
             text = f"{percent(first.share)} of that error is introduced in {first.place}, {first.description}"
             parts.append(text + "".join(f"; {percent(r.share)} in {r.place}, {r.description}" for r in rest))
+        if self.turned >= _DECIDING:
+            turns = "comes through decisions that rounding turns (relu, max): there shares are rough"
+            parts.append(f"{percent(self.turned)} of it {turns}")
         if self.is_loss:
             parts.append(self._of_loss())
         return ". ".join([*parts, *self._losses(), *filter(None, [self._mended()])]) + "."

@@ -121,13 +121,7 @@ class ErrorBudget:
           An array with one share per node. They add up to 1, but for nodes whose errors were too small to
           measure.
         """
-        start = np.zeros(len(self._nodes))
-        if any(map(math.isinf, squares)):
-            squares = [float(math.isinf(square)) for square in squares]
-        whole = sum(squares)
-        for number, square in zip(results, squares, strict=True):
-            if number is not None and whole:
-                start[number] += square / whole
+        start = self._leaving(results, squares)
         found = self._solve(start, self._edges, backward=True) * self._introduced
         if found.sum() < start.sum() / 2:
             # Of an error that grows fast in a loop, next to nothing is there in the first trips.
@@ -137,6 +131,34 @@ class ErrorBudget:
                 for number, source, part in self._edges
             ]
             found = self._solve(start, edges, backward=True) * self._introduced
+        return found
+
+    def turned(self, results: Sequence[int | None], squares: Sequence[float]) -> float:
+        """How much of the error of all results, as for `shares`, comes through decisions that rounding turns.
+
+        The derivative of a relu where its operand has another sign is wrong by its own size, whatever the error
+        of that operand: so is what a maximum, or the index of one, picks.
+        """
+        passing = self._solve(self._leaving(results, squares), self._edges, backward=True)
+        decisions = (passing[number] * part for number, by, part in self._edges if self._decides(by, number))
+        return min(float(sum(decisions)), 1.0)
+
+    def _decides(self, source: int, number: int) -> bool:
+        """Whether a value decides what another one is, and is no part of it."""
+        node, by = self._nodes[number], self._nodes[source]
+        if not is_floating(node) or not is_floating(by):
+            return is_floating(node)
+        return node.operation in _JUMPS or (node.operation == _POOLING and not by.site.backward)
+
+    def _leaving(self, results: Sequence[int | None], squares: Sequence[float]) -> np.ndarray:
+        """The part of the whole error that each node has as a result."""
+        found = np.zeros(len(self._nodes))
+        if any(map(math.isinf, squares)):
+            squares = [float(math.isinf(square)) for square in squares]
+        whole = sum(squares)
+        for number, square in zip(results, squares, strict=True):
+            if number is not None and whole:
+                found[number] += square / whole
         return found
 
     def introduced_within(self, group: Sequence[object]) -> np.ndarray:
@@ -179,6 +201,9 @@ class ErrorBudget:
         errors = self._absolute_errors(sources)
         if not node.adds:
             errors = [self._relative(source, self._at(source).total) for source in sources]
+            if node.operation == _POOLING and len(sources) == 2:
+                # What is more than the cotangent's error is of other elements than float32 picks.
+                errors[1] = max(self._relative(number, self.inherited(number)) - errors[0], 0.0)
             zero, part = [source in self._vanishing for source in sources], self._vanished_part(number)
             if any(zero) and part:
                 finite = [e if np.isfinite(e) else 0.0 for e in errors]
@@ -231,6 +256,9 @@ _PASSES_ON = frozenset(["neg", "carry", "cond"]).union(
 
 _MOVES = HAVING[Trait.MOVES] | HAVING[Trait.VIEW]
 
+#: Operations whose result jumps where their operand passes a number, and the gradient of max pooling.
+_JUMPS, _POOLING = HAVING[Trait.DECIDES] - HAVING[Trait.COMPARISON], "select_and_scatter_add"
+
 
 class Rows:
     """Rows of a report.
@@ -258,6 +286,7 @@ class Rows:
         self._measured = over_all_trips(self._raw)
         self._budget = ErrorBudget(self._nodes, self._measured, all(map(math.isfinite, squares)))
         self.shares = self._budget.shares(comparison.results, squares)
+        self.turned = self._budget.turned(comparison.results, squares)
         self._loss_shares = self._budget.shares(comparison.results, of_loss)
         self._results = set(comparison.results)
         self._consumers: dict[int, list[int]] = defaultdict(list)
