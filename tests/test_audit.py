@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.experimental import sparse
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -816,6 +817,28 @@ def test_the_zeros_of_a_derivative_are_looked_for_in_no_trace_in_float32():
     # Its number could be any, until the trace in float32 shows it.
     assert traces(lambda h: jnp.maximum(h, np.float16(config["epsilon"]))) == 2
     assert traces(lambda h: jnp.where(h == 0, np.float16(config["epsilon"]), h)) == 2
+
+
+def test_a_sparse_float32_matrix_is_where_half_values_become_float32():
+    class Graph(nn.Module):
+        @nn.compact
+        def __call__(self, edges, x):
+            return nn.Dense(8)(edges @ nn.Dense(8)(x))  # plant: sparse
+
+    edges = sparse.BCOO.fromdense(jnp.eye(16) + jnp.eye(16, k=1))
+    model, x = jmpp.wrap(Graph(), "params=float32,compute=float16"), jnp.ones((16, 8))
+    variables = model.init(jax.random.key(0), edges, x)
+
+    def report(edges):
+        return jmpp.audit(lambda v: model.apply(v, edges, x).astype(F32).sum(), variables, grad=True)
+
+    found = report(edges)
+    assert [upcast.line.split()[0] for upcast in found.upcasts] == [here("sparse")]
+    assert any(found.upcasts[0].place == product.cause for product in found.products)
+    assert found.opaque["bcoo_dot_general"] > 0
+    half = report(sparse.BCOO((edges.data.astype(F16), edges.indices), shape=edges.shape))
+    assert not half.upcasts
+    assert half.half_share == 1
 
 
 def test_constants_of_a_model_are_named_by_module():

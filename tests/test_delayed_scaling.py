@@ -322,6 +322,26 @@ def test_layers_that_stay_have_no_state_and_others_are_named():
     assert sum(p.scales == "fp8_delayed" for p in found) == 2  # The input's gradient is not asked for.
 
 
+def test_variables_without_the_state_get_an_error_that_says_where_it_comes_from():
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(
+                lambda layer, x, _: (layer(x), None),
+                variable_axes={"params": 0}, split_rngs={"params": True}, length=2,
+            )  # fmt: skip
+            return scan(nn.Dense(32, name="inner"), x, None)[0]
+
+    bare = nn.Sequential([nn.Dense(32), nn.Dense(32)])
+    variables = bare.init(jax.random.key(0), X)
+    with pytest.raises(ValueError, match="those of layers_0 are not given. Call init of the wrapped model"):
+        jmpp.wrap(bare, DELAYED).apply(variables, X)
+    with pytest.raises(
+        ValueError, match="those of inner are not given.*variable_axes={'params': 0, '_overwrite"
+    ):
+        jmpp.wrap(Scanned(), DELAYED).init(jax.random.key(0), X)
+
+
 def test_without_linen_there_is_no_place_for_the_state():
     with pytest.raises(
         ValueError, match="fp8_delayed keeps scales in variables of Flax Linen.*which NNX has"

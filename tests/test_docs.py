@@ -68,7 +68,7 @@ def test_no_example_of_a_docstring_is_left_out():
 RECORDS = {
     "Operation", "HalfOperation", "Product", "Upcast", "Operand", "Zero", "Format", "Formats",
     "Kernel", "Advice", "Change", "Estimate", "LostConstant", "MemoryRow", "ModuleRow", "Magnitudes", "Share",
-    "DriftRow", "ResultDrift", "SensitivityRow", "RecommendationRow", "Tried",
+    "Drift", "DriftRow", "ResultDrift", "SensitivityRow", "RecommendationRow", "Tried",
 }  # fmt: skip
 
 

@@ -713,6 +713,8 @@ def test_a_scaled_state_does_not_fit_an_optimizer_without_scaling():
 def test_an_optimizer_is_no_template():
     with pytest.raises(TypeError, match=r"needs a state to fill, got a transformation \(GradientTransf"):
         jmpp.restore_state(SCALED, SCALED.init(PARAMS))
+    with pytest.raises(TypeError, match="takes what a checkpoint held, not its path: read 'step_10' before"):
+        jmpp.restore_state(SCALED.init(PARAMS), "step_10")
 
 
 def test_weak_values_of_this_process_become_strong():

@@ -431,6 +431,8 @@ def test_candidates_are_the_patterns_of_a_policy_map():
 
 
 def test_arguments_are_checked():
+    with pytest.raises(TypeError, match=r"candidates is a list of patterns: candidates=\['first'\]"):
+        jmpp.sensitivity(loss_fn, PARAMS, X, candidates="first")
     with pytest.raises(ValueError, match="float16 and bfloat16, got dtype='float32'"):
         jmpp.sensitivity(loss_fn, PARAMS, X, dtype="float32")
     with pytest.raises(ValueError, match="those in `batches` must have the shapes"):

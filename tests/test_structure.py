@@ -203,7 +203,7 @@ COMPAT = {f"{SOURCE}.jaxpr.compat", f"{SOURCE}.flax.compat"}
 #: Modules of JAX and Flax that their documentation shows, and what of them where it is not all.
 DOCUMENTED = {
     **dict.fromkeys(("jax", "jax.core", "jax.numpy", "jax.sharding", "jax.typing", "jax.extend.core"), "*"),
-    **dict.fromkeys(("flax", "flax.linen", "flax.nnx", "flax.serialization"), "*"),
+    **dict.fromkeys(("flax", "flax.errors", "flax.linen", "flax.nnx", "flax.serialization"), "*"),
     **dict.fromkeys(("flax.linen.dtypes", "flax.nnx.nn.dtypes", "jax.experimental.xla_metadata"), "*"),
     "jax.ad_checkpoint": {"checkpoint_name"},
     "jax.experimental": {"topologies"},

@@ -155,7 +155,7 @@ BESIDES = {"Scanned gated Transformer": {"embedding": "float32"}}
 
 
 def shares_of(loss_fn: Any, params: Any, batch: Any) -> tuple[dict[str, float], float]:
-    """The shares that `drift` finds, by the model's own modules, and that of decisions that rounding turns."""
+    """The shares that `drift` finds, by the model's own modules, and that of turned decisions."""
     shares, found = dict[str, float](), jmpp.drift(loss_fn, params, batch, scale=SCALE)
     for row in found.rows:
         _, _, top = row.module.partition("/")

@@ -250,6 +250,7 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     **_same("cholesky eigh lu qr svd triangular_solve", None, "linear algebra", _COSTLY | _NOT_HALF),
     "custom_partitioning": Operation(None, "a function with a partitioning of its own", _CLOSED),
+    **_same("bcoo_dot_general bcsr_dot_general", None, "a product with a sparse matrix", _COSTLY | _KERNEL),
     "ffi_call": Operation(None, "a foreign function", _COSTLY | _KERNEL),
     "fft": Operation(None, "a Fourier transform: JAX has none of half arrays", _COSTLY | _NOT_HALF),
     "io_callback": Operation(None, "Python code on the host", _COSTLY | _KERNEL),

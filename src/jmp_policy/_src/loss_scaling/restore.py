@@ -7,6 +7,7 @@ scales add may be missing, and a change of dtype is an error.
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -88,6 +89,8 @@ def restore_state(template: PyTree, saved: PyTree, *, cast: bool = False, check:
             f"restore_state needs a state to fill, got a transformation ({type(template).__name__}); pass "
             "what its init(params) returns."
         )
+    if isinstance(saved, str | os.PathLike):
+        raise TypeError(f"restore_state takes what a checkpoint held, not its path: read {saved!r} before.")
     pairs = list(map(_with_key, _pairs(template, saved)))
     _check_structure(pairs)
     pairs = [p for p in pairs if p.wanted is not _ABSENT]

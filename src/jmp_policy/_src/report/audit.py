@@ -127,6 +127,9 @@ class _AuditWalk(Walk):
             return frozenset()  # The results are half again.
         causes = frozenset().union(*(value.provenance for value in operands))
         silent = causes - self._written.keys()
+        if site.backward and eqn.primitive.name in _SPARSE_PRODUCTS:
+            # JAX's cotangent of a half factor has the dtype of the result.
+            return silent | {i for i, upcast in self._upcasts.items() if upcast.place == site.place}
         if self._is_silent_upcast(eqn, site) or (_mixes(eqn) and not silent):
             return silent | {self._id(eqn)}
         if _is_upcast(eqn) and not site.backward:
@@ -151,12 +154,14 @@ class _AuditWalk(Walk):
             self._see_product(eqn, site, operands)
         elif self._is_silent_upcast(eqn, site):
             self._note_upcast(eqn, site, eqn.invars[0], eqn.outvars[0])
+        elif _mixes(eqn):
+            self._note_upcast(eqn, site, *_by_width(eqn))
 
     def _see_product(self, eqn: Any, site: Site, operands: Sequence[ValueInfo]) -> None:
         causes = operands[0].provenance | operands[1].provenance
         if _mixes(eqn) and not causes - self._written.keys():
             # JAX multiplies half by float32 without a conversion that would show in the jaxpr.
-            self._note_upcast(eqn, site, *sorted(eqn.invars[:2], key=lambda v: v.aval.dtype.itemsize))
+            self._note_upcast(eqn, site, *_by_width(eqn))
             causes = frozenset([self._id(eqn)])
         is_half_product = all(map(is_half, map(ir.dtype_of, eqn.invars[:2])))
         cause = ""
@@ -246,16 +251,25 @@ class _AuditWalk(Walk):
 
 _PRODUCTS, _VIEWS = HAVING[Trait.PRODUCT], HAVING[Trait.VIEW]
 
+#: Whose FLOPs are not counted.
+_SPARSE_PRODUCTS = {"bcoo_dot_general", "bcsr_dot_general"}
+
 #: Kernels without a jaxpr, or with one that computes on parts of arrays.
 _KERNELS = HAVING[Trait.KERNEL]
 
 
 def _mixes(eqn: Any) -> bool:
     """Whether an equation is a product of a half value and one of more bits."""
-    if eqn.primitive.name not in _PRODUCTS:
+    if eqn.primitive.name not in _PRODUCTS | _SPARSE_PRODUCTS:
         return False
-    dtypes = [ir.dtype_of(var) for var in eqn.invars[:2]]
+    dtypes = [ir.dtype_of(var) for var in _by_width(eqn)]
     return any(map(is_half, dtypes)) and not all(is_half(d) or np.dtype(d).itemsize == 1 for d in dtypes)
+
+
+def _by_width(eqn: Any) -> list[Any]:
+    """The two factors of a product, the one with fewer bits first."""
+    factors = [v for v in eqn.invars if jnp.issubdtype(ir.dtype_of(v), jnp.inexact)]  # No indices.
+    return sorted(factors[:2], key=lambda v: v.aval.dtype.itemsize)
 
 
 def _is_upcast(eqn: Any) -> bool:

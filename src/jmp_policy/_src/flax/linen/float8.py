@@ -4,8 +4,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import flax.errors
 import flax.linen as nn
 
+from jmp_policy._src.loss_scaling.float8_state import COLLECTION
 from jmp_policy._src.policy.recipes import DELAYED, needs_key, passes_of
 from jmp_policy._src.products.fp8.functions import STATE, Float8DotGeneral, delayed_product
 from jmp_policy._src.products.fp8.nvfp4 import STREAM, as_key, data_of
@@ -34,7 +36,16 @@ class DelayedDotGeneral(Float8DotGeneral):
     def product(self, operands: Sequence[Any], params: dict[str, Any], unmarked: Sequence[Any]) -> Any:
         """Computes a float8 product, and makes its state where there is none."""
         # Under the name that Flax gives its own module, so that checkpoints of either fit.
-        return _Delayed(name=f"{nn.Fp8DirectDotGeneralOp.__name__}_0")(operands, params, unmarked)
+        product = _Delayed(name=f"{nn.Fp8DirectDotGeneralOp.__name__}_0")
+        try:
+            return product(operands, params, unmarked)
+        except (flax.errors.ScopeCollectionNotFound, flax.errors.ScopeVariableNotFoundError) as error:
+            raise ValueError(
+                f"{DELAYED} keeps the largest values of past steps in {COLLECTION!r}, and those of "
+                f"{'/'.join(product.path[:-1])} are not given. Call init of the wrapped model, and "
+                "restore_state(fresh_variables, variables) to go on with parameters; in nn.scan and nn.vmap "
+                f"name the collection: variable_axes={{'params': 0, {COLLECTION!r}: 0}}."
+            ) from error
 
 
 class _Delayed(nn.Fp8DirectDotGeneralOp):

@@ -134,10 +134,10 @@ class ErrorBudget:
         return found
 
     def turned(self, results: Sequence[int | None], squares: Sequence[float]) -> float:
-        """How much of the error of all results, as for `shares`, comes through decisions that rounding turns.
+        """How much of the error of all results comes through decisions that rounding turns.
 
-        The derivative of a relu where its operand has another sign is wrong by its own size, whatever the error
-        of that operand: so is what a maximum, or the index of one, picks.
+        Where its operand has another sign, the derivative of a relu is wrong by its own size, whatever the
+        error of that operand. So is what a maximum, or the index of one, picks.
         """
         passing = self._solve(self._leaving(results, squares), self._edges, backward=True)
         decisions = (passing[number] * part for number, by, part in self._edges if self._decides(by, number))

@@ -172,7 +172,7 @@ def recommend(
       params: a pytree of arrays, or an NNX model.
       args, kwargs: the rest of its arguments.
       budget: relative error of the gradient that is allowed, |half - float32| / |float32|. Left out, a tenth
-        of the relative distance between the gradients of the batches, or 0.01 where there is one batch.
+        of the relative distance of the batches' gradients from their mean, or 0.01 where there is one batch.
       target: name of a card ("H100"), for the predicted speed and memory there.
       dtype: "float16" or "bfloat16". Left out, float16, unless more can be in half in bfloat16.
       batches: further values of `args`, of the same shapes.

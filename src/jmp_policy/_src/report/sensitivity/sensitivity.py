@@ -169,6 +169,8 @@ def sensitivity(
       N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2 (the model of rounding).
       M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix, 1990 (the probes).
     """
+    if isinstance(candidates, str):
+        raise TypeError(f"candidates is a list of patterns: candidates=[{candidates!r}].")
     loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
     probes = positive_int(probes, "probes")
     with progress.showing("sensitivity"), without_overflow_warnings():
