@@ -321,6 +321,6 @@ def wrapped_twice(module: str, old: Any, new: Any) -> ValueError:
     """Makes the error for a module that is wrapped already, under other rules."""
     return ValueError(
         f"{module} is wrapped already, under {old!r}; wrapped again, under {new!r}, it would lose that. Keep "
-        "one of the two: give the bare module, as it was before the first wrap, or leave out the second (a "
-        "TrainState takes rules as precision=Precision(rules))."
+        "one of the two: give the bare module, as it was before the first wrap, or leave out the second "
+        "(TrainState and nnx.Optimizer take rules as precision=Precision(rules))."
     )
