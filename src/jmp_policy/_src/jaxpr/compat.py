@@ -9,8 +9,10 @@ What could change without an error is checked when it is first used, on a small 
 """
 
 import contextlib
+import contextvars
 import functools
 import itertools
+import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -291,14 +293,31 @@ def context_of(eqn: Any) -> Any:
 def eqn_context(eqn: Any, stack: Any = None) -> Iterator[None]:
     """Runs a with-block on behalf of an equation: its name stack, source line and configuration.
 
-    A whole name `stack` may be given; else the equation's continues the one that is current.
+    A whole name `stack` may be given; else the equation's continues the one that is current. In a jitted
+    function of JAX's own (`jax.nn.silu`) no line is the user's: that of the equation around it stays.
     Private: `source_info` and `ctx.manager`, as `jax.core.eval_jaxpr` enters them. JAX has no public way to
     run code as an equation's.
     """
-    info = eqn.source_info
+    info, around = eqn.source_info, _AROUND.get()
+    place = info.traceback if around is None or _is_users(info.traceback) else around
     stack = current_name_stack() + info.name_stack if stack is None else stack
-    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield
+    token = _AROUND.set(place)
+    try:
+        with source_info_util.user_context(place, name_stack=stack), eqn.ctx.manager:
+            yield
+    finally:
+        _AROUND.reset(token)
+
+
+#: Where the equation was traced on whose behalf code runs.
+_AROUND: contextvars.ContextVar[Any] = contextvars.ContextVar("_AROUND", default=None)
+
+
+@functools.lru_cache(1024)
+def _is_users(place: Any) -> bool:
+    """Whether frames of others than JAX are in a traceback."""
+    directory = os.path.dirname(jax.__file__)
+    return place is not None and any(not frame.file_name.startswith(directory) for frame in place.frames)
 
 
 def frames(eqn: Any) -> Sequence[Any]:

@@ -33,7 +33,7 @@ _LARGE = 0.1
 _ROUNDED = " with each operation rounded (`diagnose` looks at the compiled program)"
 
 #: From this share of the error on a verdict tells of decisions.
-_DECIDING = 0.1
+_DECIDING = 0.3
 
 #: From this error on it is worth a rule where one line has most of it, also where it is normal.
 WORTH_A_RULE = 0.02

@@ -198,7 +198,10 @@ class ErrorBudget:
     def _split(self, number: int) -> dict[int, float]:
         """How what a node inherits is split among its sources."""
         node, sources = self._nodes[number], self._nodes[number].sources
-        errors = self._absolute_errors(sources)
+        errors, at = self._absolute_errors(sources), self._at(number)
+        if node.operation == "select_n" and self._decides(sources[0], number) and math.isfinite(at.total):
+            whole = sum(errors[1:]) or 1.0
+            errors = [at.turned, *(max(at.total - at.turned, 0.0) * error / whole for error in errors[1:])]
         if not node.adds:
             errors = [self._relative(source, self._at(source).total) for source in sources]
             if node.operation == _POOLING and len(sources) == 2:
