@@ -593,6 +593,29 @@ def test_the_part_of_decisions_that_rounding_turns_is_told(name, first):
     assert ("of it comes through decisions that rounding turns" in found.verdict) == turned
 
 
+@pytest.mark.parametrize(("other", "turned"), [(2.0, 0), (3.0, 1)])
+def test_a_turned_decision_between_equal_operands_is_no_error(other, turned):
+    def loss(w):
+        h = w.astype(HALF)
+        factor = jax.lax.stop_gradient(jnp.where(h[1] > h[0], h[1] + h[1], HALF(other) * h[1]))
+        return (factor * h[0]).astype(jnp.float32)
+
+    found = jmpp.drift(loss, jnp.float32([1, 1.0003]))
+    assert found.gradient_error > 0
+    assert found.turned == pytest.approx(turned, abs=0.01)
+
+
+def test_what_autocast_does_in_jitted_functions_of_jax_has_the_users_line():
+    def loss(w):
+        return jax.nn.silu(w @ w).sum()
+
+    w = jax.random.normal(jax.random.key(0), (16, 16)) / 4
+    rows = jmpp.drift(jmpp.autocast(loss, "bfloat16"), w, detail="operation").rows
+    assert {row.line.split()[0] for row in rows if row.operation == "logistic"} == {
+        f"test_drift.py:{loss.__code__.co_firstlineno + 1}"
+    }
+
+
 def test_powers_round_as_often_as_they_multiply():
     """The derivative of 1 / b is computed as -1 / (b * b): 0 in float16 where b is above 256."""
 

@@ -127,7 +127,7 @@ class Measured(NamedTuple):
       exact: squares of the value in float32.
       vanished: squares of the error of elements that are 0 in half, though not too small for it, or computed
         from what is infinite in half only.
-      turned: of a `select_n`, squares of the error of elements that the two runs pick from different operands.
+      turned: of a `select_n`, squares of what it changes to pick float32's values by half's decisions.
       lost: what rounding operands to float8 lost, as `lost_in_float8` counts it.
       largest: largest absolute error.
     """
@@ -195,7 +195,11 @@ class Recorder:
             terms["total"] = error
         terms["exact"] = self._errors.finite(exact, unit)
         if node.operation == "select_n" and operands and operands[0].node is not None:
-            terms["turned"] = jnp.where(operands[0].half != operands[0].exact, error, 0)
+            which, *picked = operands
+            other = jax.lax.select_n(which.half, *(to_float32(twin.exact) for twin in picked))
+            terms["turned"] = jnp.where(
+                (error != 0) & (which.half != which.exact), difference(other, exact), 0
+            )
         if not self._errors.quick:
             terms["vanished"] = self._errors.finite(
                 jnp.where(_vanished(node, half, exact, operands), error, 0)
