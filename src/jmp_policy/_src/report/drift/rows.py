@@ -199,7 +199,8 @@ class ErrorBudget:
         """How what a node inherits is split among its sources."""
         node, sources = self._nodes[number], self._nodes[number].sources
         errors, at = self._absolute_errors(sources), self._at(number)
-        if node.operation == "select_n" and self._decides(sources[0], number) and math.isfinite(at.total):
+        is_finite = all(map(math.isfinite, (at.total, at.turned, *errors)))
+        if node.operation == "select_n" and self._decides(sources[0], number) and is_finite:
             whole = sum(errors[1:]) or 1.0
             errors = [at.turned, *(max(at.total - at.turned, 0.0) * error / whole for error in errors[1:])]
         if not node.adds:
