@@ -316,7 +316,7 @@ _AROUND: contextvars.ContextVar[Any] = contextvars.ContextVar("_AROUND", default
 @functools.lru_cache(1024)
 def _is_users(place: Any) -> bool:
     """Whether frames of others than JAX are in a traceback."""
-    directory = os.path.dirname(jax.__file__)
+    directory = os.path.join(os.path.dirname(jax.__file__), "")
     return place is not None and any(not frame.file_name.startswith(directory) for frame in place.frames)
 
 

@@ -211,9 +211,10 @@ class LostConstants:
         if name == "select_n" and wide and is_floating(dtype) and not is_half(dtype):
             # What a mask is filled with before it is cast.
             self._known[results[0].key] = _Known(wide=np.concatenate([np.ravel(value) for value in wide]))
-        if name == "eq":
+        if name == "eq" and is_half(ir.dtype_of(eqn.invars[0])):
             self._equalities.add(results[0].key)
-        if name == "select_n" and operands[0].key in self._equalities and _Known() not in known[1:]:
+        are_known = all(one.constant is not None or one.wide is not None for one in known[1:])
+        if name == "select_n" and are_known and operands[0].key in self._equalities:
             return  # JAX's own derivative of a maximum.
         if name == "div" and is_half(dtype):
             known[1] = self._as_divisor(known[1], eqn, dtype)

@@ -139,6 +139,8 @@ class ErrorBudget:
         Where its operand has another sign, the derivative of a relu is wrong by its own size, whatever the
         error of that operand. So is what a maximum, or the index of one, picks.
         """
+        if not self._is_finite:
+            return 0.0
         passing = self._solve(self._leaving(results, squares), self._edges, backward=True)
         decisions = (passing[number] * part for number, by, part in self._edges if self._decides(by, number))
         return min(float(sum(decisions)), 1.0)
