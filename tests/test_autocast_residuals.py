@@ -50,7 +50,7 @@ FUNCTIONS = {
     "moved": (lambda x, u: jnp.exp(x).reshape(4, -1, WIDTH).swapaxes(0, 1).reshape(ROWS, WIDTH), 0),
     "normalized": (lambda x, u: normalized(x), 4),  # The float32 operand of the squares that are summed.
     "softmax": (lambda x, u: jax.nn.softmax(x), 0),
-    "softmax, dropped": (lambda x, u: jnp.where(MASK, jax.nn.softmax(x) / 0.9, 0.0), 4),
+    "softmax, dropped": (lambda x, u: jnp.where(MASK, jax.nn.softmax(x) / 0.9, 0.0), 6),
     "softmax of both axes": (lambda x, u: jax.nn.softmax(x, axis=(0, 1)), 0),
 }
 PARAMS = {

@@ -196,10 +196,14 @@ def test_an_interrupt_keeps_the_report_whose_loss_scale_was_being_tried(monkeypa
 
     assert "A loss scale of 2**" in jmpp.drift(small, X).verdict
 
-    def interrupted(*args):
-        raise KeyboardInterrupt
+    measured = drift._drift_of
 
-    monkeypatch.setattr(drift, "_error_under", interrupted)
+    def interrupted(function, grad, detail, loss_scale, has_aux):
+        if loss_scale > 1:
+            raise KeyboardInterrupt
+        return measured(function, grad, detail, loss_scale, has_aux)
+
+    monkeypatch.setattr(drift, "_drift_of", interrupted)
     found = jmpp.drift(small, X)
     assert found.interrupted.endswith("a loss scale was not tried.")
     assert found.gradient_error > 0.01

@@ -96,21 +96,6 @@ def _custom_jvp(planner: Planner, step: EqnPlan, arrays: Sequence[Any]) -> Seque
     return control_flow.custom_jvp(step.eqn, _function(step), arrays, run_planned, step.dtypes)
 
 
-class CustomVJP(Rule):
-    """jax.custom_vjp: as traced, since its backward pass knows the dtypes of its forward pass."""
-
-    def plan(self, case: Case) -> EqnPlan:
-        note, table = "", case.planner.table
-        inside = ir.equations(_jaxpr(case.eqn)) if case.region.half is not None else ()
-        products = (e for e in inside if table.get(e.primitive.name, ("",))[0] == "lower")
-        if any(ir.is_float32(atom) for e in products for atom in e.invars):
-            note = (
-                "a custom_vjp holds matrix products, which stay in float32: its backward pass was written "
-                "for the dtypes of its forward pass. Autocast the functions that its passes call"
-            )
-        return case.as_traced("custom_vjp: as traced", note)
-
-
 def _both(one: Demand, other: Demand) -> Demand:
     """What is wanted of a value with two users."""
     if one is None or other is None:
@@ -211,7 +196,7 @@ RULES: Mapping[Kind, Rule] = {
     Kind.CALL: Call(None),
     Kind.CHECKPOINT: Call(_checkpoint),
     Kind.CUSTOM_JVP: Call(_custom_jvp),
-    Kind.CUSTOM_VJP: CustomVJP(),
+    Kind.CUSTOM_VJP: AS_TRACED,  # Its backward pass knows the dtypes of its forward pass.
     Kind.SHARD_MAP: Call(_shard_map),
     Kind.SCAN: Loop(),
     Kind.WHILE: Loop(),

@@ -67,9 +67,10 @@ class AsTraced(Rule):
             products = sorted({inner.primitive.name for inner in inside if _stays_in_float32(case, inner)})
             # What a solver is made of is nothing that the user wrote.
             if products and (takes or any(case.are_float32)) and eqn.primitive.name != "custom_linear_solve":
+                name = eqn.primitive.name.removesuffix("_call")
                 note = (
-                    f"a {eqn.primitive.name} holds {' and '.join(products)}, which stay as traced, in "
-                    f"float32: autocast doesn't look into it{takes}"
+                    f"a {name} holds {' and '.join(products)}, which stay as traced, in float32: autocast "
+                    f"doesn't look into it{takes}. Autocast the functions that it calls"
                 )
         return case.as_traced(why, note)
 

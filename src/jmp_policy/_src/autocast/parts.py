@@ -19,7 +19,7 @@ that, until all its large operands are half. Those are then all that its derivat
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -354,10 +354,8 @@ def _is_along(sums: Any, quotient: Any) -> bool:
     return ir.shape_of(quotient.invars[0]) == shape and ir.shape_of(quotient.invars[1]) == kept
 
 
-def join(plan: Plan) -> Sequence[EqnPlan] | Mapping[Any, np.dtype]:
-    """Returns the program of a plan, with its parts joined; or first, which values have to be half for that.
-
-    Those are results of parts that are held in float32 and read in half: what moves them is to be planned so.
+def join(plan: Plan) -> Sequence[EqnPlan]:
+    """Returns the program of a plan, with its parts joined.
 
     Args:
       plan: of a whole jaxpr.
@@ -366,9 +364,6 @@ def join(plan: Plan) -> Sequence[EqnPlan] | Mapping[Any, np.dtype]:
     softmaxes = list(softmax_parts(uses))
     taken = {place for part in softmaxes for place in part.places}
     parts = [*softmaxes, *elementwise_parts(uses, taken)]
-    narrowed = {var: part.half for part in parts for var in part.outvars if not is_half(uses.held(var))}
-    if narrowed:
-        return narrowed
     joined = {part.places[-1]: _joined_step(uses, part) for part in parts}
     inside = {place for part in parts for place in part.places}
     read = {var for part in parts for var in part.invars}

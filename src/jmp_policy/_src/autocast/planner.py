@@ -383,54 +383,29 @@ class Planner:
 
     def _forward(self, jaxpr: Any, ins: tuple[Value, ...], outs: Sequence[Demand], region: Region) -> Plan:
         opened, demands = compat.open_jaxpr(jaxpr), self.demands(jaxpr, outs, region).of
-        # Variables that are to be held in half; by the identity of an equation, what its operands were in the
-        # pass before, and its step.
-        halved: dict[Any, np.dtype] = {}
-        known: dict[int, tuple[list[Value], EqnPlan]] = {}
+        steps: list[EqnPlan] = []
 
         def step(eqn: Any, values: list[Value]) -> Sequence[Value]:
-            inside = self.region_of(eqn, region)
-            before, planned = known.get(id(eqn), (None, None))
-            if planned is None or before != values:
-                wanted = [demands.get(var) for var in eqn.outvars]
-                planned = self.rule(eqn, inside).plan(Case(self, eqn, values, wanted, inside))
-                planned.region = inside
-                known[id(eqn)] = values, planned
-            if halved and not halved.keys().isdisjoint(eqn.outvars):
-                planned = _rounded(planned, halved)
+            inside, wanted = self.region_of(eqn, region), [demands.get(var) for var in eqn.outvars]
+            planned = self.rule(eqn, inside).plan(Case(self, eqn, values, wanted, inside))
+            planned.region = inside
             self.met.add(eqn.primitive.name)
             if planned.note:
                 self.notes.setdefault(planned.note, source_lines.source_line(eqn))
             steps.append(planned)
             return planned.outs
 
-        while True:
-            steps: list[EqnPlan] = []
-            results = tuple(evaluate(jaxpr, ins, step, constant=of_constant, literal=of_literal))
-            is_unchanged = all(dtype in (None, FLOAT32) for dtype in planned_dtypes(ins, opened.invars))
-            is_unchanged = is_unchanged and all(step.is_unchanged for step in steps)
-            plan = Plan(jaxpr, ins, steps, results, steps, is_unchanged)
-            joined = steps if is_unchanged else self.join(plan)
-            if not isinstance(joined, Mapping):
-                plan.program = joined
-                return plan
-            halved |= joined
+        results = tuple(evaluate(jaxpr, ins, step, constant=of_constant, literal=of_literal))
+        is_unchanged = all(dtype in (None, FLOAT32) for dtype in planned_dtypes(ins, opened.invars))
+        is_unchanged = is_unchanged and all(step.is_unchanged for step in steps)
+        plan = Plan(jaxpr, ins, steps, results, steps, is_unchanged)
+        if not is_unchanged:
+            plan.program = self.join(plan)
+        return plan
 
 
 #: What gives the program of a plan.
-Join: TypeAlias = Callable[[Plan], Sequence[EqnPlan] | Mapping[Any, np.dtype]]
-
-
-def _rounded(step: EqnPlan, dtypes: Mapping[Any, np.dtype]) -> EqnPlan:
-    """Returns a step with results in other dtypes."""
-    outs = zip(step.outs, step.eqn.outvars, strict=True)
-    halves = tuple(value._replace(dtype=dtypes.get(var, value.dtype)) for value, var in outs)
-
-    def run(rounded: EqnPlan, caches: Sequence[CastCache]) -> Sequence[CastCache]:
-        made = zip(step.run(rounded, caches), halves, strict=True)
-        return [CastCache(cache.read(value.dtype)) for cache, value in made]
-
-    return dataclasses.replace(step, outs=halves, run=run)
+Join: TypeAlias = Callable[[Plan], Sequence[EqnPlan]]
 
 
 def planned_dtypes(values: Sequence[Value], atoms: Sequence[Any]) -> tuple[Any, ...]:

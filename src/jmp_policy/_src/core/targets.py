@@ -258,26 +258,17 @@ class Tpu(Target):
 
 #: The fields of each version. A chip of v4 and v5p is one device of two cores; a chip of v7x is two.
 _VERSIONS = """
-name dimensions devices_per_chip config   bandwidth link  memory       xla_name description
-v4   3          1                megacore 1228e9    150e9 34359738368  v4       TPU v4
-v5e  2          1                -        819e9     100e9 17179869184  v5e      TPU v5 lite
-v5p  3          1                -        2765e9    300e9 102005473280 v5p      TPU v5
-v6e  2          1                -        1640e9    224e9 34359738368  v6e      TPU v6 lite
-v7x  3          2                -        3690e9    300e9 103079215104 tpu7x    TPU7x
-"""
-
-#: Tera-operations per second.
-_VERSION_RATES = """
-name bfloat16 int8 float8
-v4   275      275  -
-v5e  197      393  -
-v5p  459      918  -
-v6e  918      1836 -
-v7x  1153.5   -    2307
+name dimensions devices_per_chip bandwidth link  memory       bfloat16 int8 float8 config xla_name description
+v4   3          1                1228e9    150e9 34359738368  275      275  -      megacore v4       TPU v4
+v5e  2          1                819e9     100e9 17179869184  197      393  -      -      v5e      TPU v5 lite
+v5p  3          1                2765e9    300e9 102005473280 459      918  -      -      v5p      TPU v5
+v6e  2          1                1640e9    224e9 34359738368  918      1836 -      -      v6e      TPU v6 lite
+v7x  3          2                3690e9    300e9 103079215104 1153.5   -    2307   -      tpu7x    TPU7x
 """
 
 
-def _tpu(name: str, row: dict[str, Any], rates: dict[str, Any]) -> Tpu:
+def _tpu(name: str, row: dict[str, Any]) -> Tpu:
+    rates = {arithmetic: row.pop(arithmetic) for arithmetic in ("bfloat16", "int8", "float8")}
     known = {arithmetic: rate * 1e12 for arithmetic, rate in rates.items() if rate != "-"}
     known |= {"bfloat16_x3": known["bfloat16"] / 3, "float32": known["bfloat16"] / 6}
     config = row.pop("config").strip("-")
@@ -285,7 +276,7 @@ def _tpu(name: str, row: dict[str, Any], rates: dict[str, Any]) -> Tpu:
 
 
 #: One device of each version, by name.
-TPUS = {name: _tpu(name, row, _rows(_VERSION_RATES)[name]) for name, row in _rows(_VERSIONS).items()}
+TPUS = {name: _tpu(name, row) for name, row in _rows(_VERSIONS).items()}
 
 
 def slice_named(name: str) -> Tpu | None:

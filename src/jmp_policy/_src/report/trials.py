@@ -24,6 +24,7 @@ import numpy as np
 
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import percent
+from jmp_policy._src.jaxpr.float32_replay import replay_in_float32
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.policy.frameworks import imported_frameworks
 from jmp_policy._src.policy.patterns import Pattern, show_pattern
@@ -234,7 +235,7 @@ class Mending:
             return
         # A rule may be none for the code that runs: then it is not tried.
         with contextlib.suppress(Exception):
-            _, self._exact = self._gradient_under(PolicyMap("float32"))(self._loss_scale)
+            _, self._exact = self._gradient_under(PolicyMap("float32"), replay_in_float32)(self._loss_scale)
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
             wide = grad_in_float32(own)
@@ -311,10 +312,12 @@ class Mending:
     def _scaled(self, loss_scale: Any) -> Callable[..., Any]:
         return self._function.value_and_gradients("a report", loss_scale, self.has_aux)[0]
 
-    def _gradient_under(self, rules: PolicyMap) -> Callable[[float], tuple[bool, list[np.ndarray]]]:
+    def _gradient_under(
+        self, rules: PolicyMap, changed: Callable[..., Any] = lambda program: program
+    ) -> Callable[[float], tuple[bool, list[np.ndarray]]]:
         """A function of a loss scale to whether the loss is finite under rules, and its unscaled gradient."""
         # Traced once: the loss scale is an argument, as in training.
-        program = compiled_quickly(lambda scale, arrays: self._scaled(scale)(arrays))
+        program = compiled_quickly(changed(lambda scale, arrays: self._scaled(scale)(arrays)))
 
         def gradient(scale: float) -> tuple[bool, list[np.ndarray]]:
             # Of weights that `grad=float32` does not reach: then it does not mend.

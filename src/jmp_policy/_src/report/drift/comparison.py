@@ -31,7 +31,7 @@ from jmp_policy._src.jaxpr.compat import open_jaxpr
 from jmp_policy._src.jaxpr.float32_replay import holds_half, is_foreign, replay_equation, rounds_in_steps
 from jmp_policy._src.jaxpr.interpreter import Interpreter
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
-from jmp_policy._src.jaxpr.walk import Site, ValueInfo, Walk
+from jmp_policy._src.jaxpr.walk import Site, Walk
 from jmp_policy._src.products.fp8.eligibility import formats_of
 from jmp_policy._src.products.fp8.primitive import lost_in_float8
 from jmp_policy._src.products.fp8.scales import is_of_float8
@@ -47,7 +47,6 @@ class TwinEvaluation(Interpreter):
       written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
       cast: of casts of arguments to half, the argument, as of `_uses_of_arguments`.
       masked: the equations whose results a softmax may hide, as of `_masked_by_softmax`.
-      infinite: those whose results may hold infinite constants, as of `_of_infinite_constants`.
     """
 
     def __init__(
@@ -56,10 +55,8 @@ class TwinEvaluation(Interpreter):
         written: Mapping[tuple[int, int], float],
         cast: Mapping[int, int | None],
         masked: Set[int],
-        infinite: Set[int],
     ):
-        self.recorder, self._cast, self._written = recorder, cast, written
-        self._masked, self._infinite = masked, infinite
+        self.recorder, self._cast, self._written, self._masked = recorder, cast, written, masked
 
     def at(self, eqn: Any, around: Site) -> Site:
         """The site of an operation."""
@@ -183,10 +180,8 @@ class TwinEvaluation(Interpreter):
         dtype, adds = _computed_in(eqn, var), name in _ADDS
         node = Node(site, name, dtype, terms, sources, rounds, adds, note, argument)
         seen = half, wide, exact
-        is_masked = id(eqn) in self._masked
-        if (is_masked or id(eqn) in self._infinite) and jnp.issubdtype(dtype, jnp.floating):
-            hidden = exact < _MASKED if is_masked else jnp.isinf(exact) & (half == exact)
-            seen = tuple(jnp.where(hidden, 0, value) for value in seen)
+        if id(eqn) in self._masked and jnp.issubdtype(dtype, jnp.floating):
+            seen = tuple(jnp.where(exact < _MASKED, 0, value) for value in seen)
         return Twin(half, exact, self.recorder.add(node, *seen, lost=lost, operands=twins))
 
 
@@ -243,7 +238,6 @@ _MASKED = -1e3
 
 _VIEWS = HAVING[Trait.VIEW] - {"reduce_precision"}
 _ADDITIONS = HAVING[Trait.ADDITION]
-_PASSING = _EXACT | _VIEWS | _ADDITIONS
 
 
 class Compared(NamedTuple):
@@ -340,26 +334,6 @@ def _masked_by_softmax(seen: Walk) -> set[int]:
     return masked
 
 
-def _of_infinite_constants(seen: Walk) -> set[int]:
-    """The identities of equations through which infinite constants may pass, such as those of masks."""
-    holding, found = set[int](), set[int]()
-    for eqn, _, operands, results in seen.operations:
-        if eqn.primitive.name not in _PASSING:
-            continue
-        infinite = map(_is_infinite, eqn.invars, operands)
-        if any(info.key in holding for info in operands) or any(infinite):
-            holding.update(info.key for info in results)
-            found.add(id(eqn))
-    return found
-
-
-def _is_infinite(atom: Any, info: ValueInfo) -> bool:
-    number = info.constant
-    if number is None or ir.is_traced(number) or np.ndim(number):
-        return False
-    return jnp.issubdtype(ir.dtype_of(atom), jnp.floating) and bool(np.isinf(float(number)))
-
-
 class Comparison:
     """The two runs of a program as a function of its arguments.
 
@@ -387,7 +361,7 @@ class Comparison:
         self._written, self._errors = written, Errors(quick)
         seen = Walk(jaxpr)
         self._cast, updated = _uses_of_arguments(seen, [aval.dtype for aval in types])
-        self._masked, self._infinite = _masked_by_softmax(seen), _of_infinite_constants(seen)
+        self._masked = _masked_by_softmax(seen)
         halves = [is_half(ir.dtype_of(var)) for var in open_jaxpr(jaxpr).outvars]
         self._updated = {i: of for i, of in updated.items() if halves[i]}
         self.nodes: list[Node] = []
@@ -427,7 +401,7 @@ class Comparison:
 
     def _run(self, arrays: Sequence[Any]) -> tuple[list[Twin], dict[int, Measured]]:
         recorder = Recorder(self._measures, self._errors)
-        evaluation = TwinEvaluation(recorder, self._written, self._cast, self._masked, self._infinite)
+        evaluation = TwinEvaluation(recorder, self._written, self._cast, self._masked)
         outs = evaluation.run(self._jaxpr, [same(array) for array in arrays], Site())
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
         used = _used(self.nodes, self.results)

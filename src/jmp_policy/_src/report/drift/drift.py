@@ -11,8 +11,6 @@ import numpy as np
 
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
-from jmp_policy._src.policy.rules import PolicyMap
-from jmp_policy._src.policy.scope import TRIAL
 from jmp_policy._src.report import diagnose, progress
 from jmp_policy._src.report.diagnosis import Diagnosis
 from jmp_policy._src.report.drift import findings
@@ -103,26 +101,15 @@ def drift(
         limit = max(min(findings.NORMAL * found.expected, found.error / 10), 1e-3)
         exponent = _missing_scale(found, loss_scale)
         if exponent:
-            error = math.inf
+            scaled = found
             with progress.interruptible("a loss scale was not tried"):
-                error = _error_under(None, function, 2.0**exponent, has_aux)
-            if error <= min(limit, found.error / 2):
+                scaled = _drift_of(function, True, detail, 2.0**exponent, has_aux)
+            if scaled.error <= min(limit, found.error / 2) and math.isfinite(scaled.loss_error):
                 text = f"a loss scale of 2**{exponent} (`DynamicLossScale`)"
-                return dataclasses.replace(found, advice=text, error_after=error)
+                return dataclasses.replace(found, advice=text, error_after=scaled.error)
         mended = mending.best(named, limit=limit, before=found.error, in_sums=found.is_of_sums)
-        tried = list(mending.tried)
-        if mended is not None:
-            error = mended.error
-            with progress.interruptible("casts that are written in the model were not looked for"):
-                # They are in what rules were compared with too.
-                own = scale if math.isnan(mended.loss_scale) else mended.loss_scale
-                error = _error_under(mended.policy, function, own, has_aux)
-            if error > max(2 * mended.error, found.error / 2):
-                tried[tried.index(mended)] = mended = dataclasses.replace(mended, error=error)
-        found = dataclasses.replace(found, tried=tuple(tried))
-        if mended is None or not mended.error < found.error / 2:
-            return found
-        return _mended(found, mended)
+        found = dataclasses.replace(found, tried=tuple(mending.tried))
+        return found if mended is None else _mended(found, mended)
 
 
 def _at_smaller_scale(
@@ -161,17 +148,6 @@ def _missing_scale(found: Drift, scale: float) -> int:
 
 #: The exponent of the norm to which a loss scale is to bring the gradient, and the largest scale's.
 _LARGE_EXPONENT, _MOST_EXPONENT = 8, 24
-
-
-def _error_under(policy: PolicyMap | None, function: Function, scale: Any, has_aux: bool) -> float:
-    """The error of the gradient under another policy, or another loss scale; infinite where the loss is."""
-    with without_overflow_warnings(), TRIAL(policy):
-        jaxpr, lost, *_ = _traced(function, True, float(as_loss_scale(scale).loss_scale), has_aux)
-    with without_overflow_warnings():
-        compared, *_ = compiled_quickly(Comparison(jaxpr, False, lost.numbers))(function.arrays)
-    loss, _, *gradients = (Compared(*map(_on_host, result)) for result in compared)
-    is_finite = math.isfinite(_result("", loss, 1.0).error)
-    return _result("", _added(gradients), 1.0).error if is_finite else math.inf
 
 
 def _measured(

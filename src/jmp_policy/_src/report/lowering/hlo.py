@@ -257,7 +257,7 @@ def _source(name: str, scope: Scope) -> Instruction:
 
 
 _SLICING = frozenset(["dynamic-slice", "slice", "gather"])
-RESHAPING = frozenset(["bitcast", "reshape"])
+_RESHAPING = frozenset(["bitcast", "reshape"])
 _FUSIONS = frozenset(["fusion", "fusion-start"])
 #: Copies beside the computation. Their results are a tuple, which has the source in it too.
 _COPIES = frozenset(["copy-start", "slice-start"])
@@ -305,7 +305,7 @@ class Traffic:
         return sum(self._output(o, s, inner) for o, s in zip(outputs, shapes, strict=True))
 
     def _output(self, source: Instruction, shape: str, scope: Scope) -> int:
-        while source.opcode in RESHAPING and source.operands[0] in scope:
+        while source.opcode in _RESHAPING and source.operands[0] in scope:
             source = scope[source.operands[0]]
         if source.opcode == "dynamic-update-slice" and source.operands[1] in scope:
             return shape_bytes(scope[source.operands[1]].shape) if self._bytes(shape) else 0
@@ -350,7 +350,7 @@ def _users(inner: Scope, position: int) -> Iterator[tuple[Instruction, int]]:
             (i, place) for i in inner.values() for place, operand in enumerate(i.operands) if operand == name
         )
         for user, place in uses:
-            if user.opcode in RESHAPING:
+            if user.opcode in _RESHAPING:
                 waiting.append(user.name)
             else:
                 yield user, place

@@ -54,8 +54,8 @@ class Kernel(Placed):
       tensor_cores: whether Tensor Cores compute it; the matrix units, in a TPU.
       size: a product's size, m x n x k: "512x256x1024"; "4*512x256x1024" for a batch of 4, or where the sum
         is split in four.
-      alignment: a product's alignment to 16 bytes: "aligned", "padded" by the compiler, or "unaligned"; in a
-        TPU, of its columns and its sums to 128 elements.
+      alignment: a product's alignment to 16 bytes: "aligned" or "unaligned"; in a TPU, of its columns and its
+        sums to 128 elements.
       collective: "all-reduce", ... or "".
       group: number of devices in a collective's group.
     """

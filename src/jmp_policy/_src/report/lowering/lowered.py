@@ -226,7 +226,6 @@ def verdict_of(
         f"not on {units}": [kernel for kernel in products if not kernel.tensor_cores],
         "left in float32": [k for k in fast if set(HALVES) & set(on) and _is_float32(k)],
         "unaligned": [kernel for kernel in fast if kernel.alignment == "unaligned"],
-        "padded": [kernel for kernel in products if kernel.alignment == "padded"],
     }
     for what, some in groups.items():
         if some:

@@ -40,11 +40,6 @@ def analytic_memory_model(
     return _Accounting(jaxpr, roles, donated, parts or [1] * len(roles)).bytes
 
 
-def axes(shape: Sequence[int]) -> tuple[int, ...]:
-    """A shape whose axes may have been put in another order."""
-    return tuple(sorted(size for size in shape if size != 1))
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Made:
     """A value that is costly to compute.
@@ -64,17 +59,15 @@ class _Value(NamedTuple):
     Args:
       made: what the forward pass has to keep for it to be computed again.
       backward: whether the backward pass computed it.
-      of_gradients: whether it did, or it is computed of such values, element by element.
       argument: index of the argument that it is, casts aside.
     """
 
     made: frozenset[_Made] = frozenset()
     backward: bool = False
-    of_gradients: bool = False
     argument: int | None = None
 
 
-_VIEWS, _COSTLY, _REDUCES = HAVING[Trait.VIEW], HAVING[Trait.COSTLY], HAVING[Trait.REDUCES]
+_VIEWS, _COSTLY = HAVING[Trait.VIEW], HAVING[Trait.COSTLY]
 
 
 class _Accounting:
@@ -85,10 +78,7 @@ class _Accounting:
         self._roles, self._parts = roles, parts
         self._elements = [math.prod(_shape(v)) // n for v, n in zip(opened.invars, parts, strict=True)]
         self._devices = max((n for n, role in zip(parts, roles, strict=True) if role == "inputs"), default=1)
-        # Shapes of what the backward pass gives, and of sums over gradients of each example: vmap(grad).
-        self._of_backward = set[tuple[int, ...]]()
-        # The shapes of each argument: inside a shard_map it has that of a part.
-        self._shapes = [{axes(_shape(var))} for var in opened.invars]
+        self._has_backward = False
         self._kept: dict[_Made, int] = {}
         self._copies: dict[tuple[int, str], int] = {}
         values = [_Value(argument=i) for i in range(len(opened.invars))]
@@ -98,16 +88,18 @@ class _Accounting:
             found[role] += _size(var) // count
         found["half copies"] = sum(self._copies.values())
         found["activations"] = sum(made.elements * min(w, made.width) for made, w in self._kept.items())
-        weights = [i for i, role in enumerate(roles) if role == "parameters"]
-        trained = [i for i in weights if self._shapes[i] & self._of_backward]
-        found["gradients"] = sum(_size(opened.invars[i]) // parts[i] for i in trained)
+        # What is trained comes out as another value: its gradient, or the parameter after the step.
+        new = {_shape(atom) for atom, v in zip(opened.outvars, results, strict=True) if v.argument is None}
+        for var, role, count in zip(opened.invars, roles, parts, strict=True):
+            is_trained = self._has_backward and role == "parameters" and _shape(var) in new
+            found["gradients"] += is_trained * _size(var) // count
         found["results"] = self._results(opened, results, donated)
         self.bytes = found
 
     def _results(self, opened: Any, results: Sequence[_Value], donated: Sequence[int]) -> int:
         """The bytes of the results that are no gradients and take no argument's place."""
         types = [(_shape(var), ir.dtype_of(var)) for var in opened.invars]
-        weights = {axes(shape) for (shape, _), r in zip(types, self._roles, strict=True) if r == "parameters"}
+        weights = {shape for (shape, _), r in zip(types, self._roles, strict=True) if r == "parameters"}
         places = Counter(types[i] for i in donated)
         divided = dict(zip(types, self._parts, strict=True))
         size = 0
@@ -115,7 +107,7 @@ class _Accounting:
             kind = (_shape(atom), ir.dtype_of(atom))
             if places[kind]:
                 places[kind] -= 1
-            elif not (result.backward and axes(kind[0]) in weights):
+            elif not (result.backward and kind[0] in weights):
                 size += _size(atom) // divided.get(kind, 1)
         return size
 
@@ -130,10 +122,6 @@ class _Accounting:
         if called is not None:
             devices, is_of_one = self._devices, calls.kind_of(eqn) is Kind.SHARD_MAP
             self._devices = 1 if is_of_one else devices
-            inner = compat.open_jaxpr(called.jaxpr).invars
-            for var, operand in zip(inner, operands[called.skipped :], strict=True):
-                if operand.argument is not None:
-                    self._shapes[operand.argument].add(axes(_shape(var)))
             results = self._inside(called.jaxpr, operands[called.skipped :], backward)
             self._devices = devices
             return results
@@ -147,15 +135,12 @@ class _Accounting:
         for jaxpr in calls.inner_jaxprs(eqn):
             self._inside(jaxpr, [_Value()] * len(compat.open_jaxpr(jaxpr).invars), backward)
         if backward:
-            return [_Value(backward=True, of_gradients=True)] * len(eqn.outvars)
+            return [_Value(backward=True)] * len(eqn.outvars)
         return self._forward(eqn, operands)
 
     def _keep(self, eqn: Any, operands: Sequence[_Value]) -> None:
-        """Notes what an operation of the backward pass reads, in the widest form in which it is read.
-
-        And the shapes of what it gives: a parameter whose shape nothing has is not differentiated.
-        """
-        self._of_backward.update(axes(_shape(var)) for var in eqn.outvars)
+        """Notes what an operation of the backward pass reads, in the widest form in which it is read."""
+        self._has_backward = True
         # What a float8 product reads waits for it in 8 bits; its scales are single numbers.
         widths = [jnp.dtype(name).itemsize for name in formats_of(eqn) or ()]
         widths = widths or list(map(_width, eqn.invars))
@@ -179,13 +164,8 @@ class _Accounting:
         is_elementwise = sum(math.prod(shape) != 1 for shape in shapes) <= 1
         if not ir.holds_jaxpr(eqn) and name not in _COSTLY and is_elementwise:
             made = frozenset().union(*(v.made for v in operands))
-            return [_Value(made, of_gradients=any(v.of_gradients for v in operands))] * len(eqn.outvars)
-        given = [i for i, v in enumerate(operands) if v.of_gradients]
-        if any(0 in _summed_axes(eqn, i) for i in given):
-            self._of_backward.update(axes(_shape(var)) for var in eqn.outvars)
-        # A factor for each example is broadcast.
-        kept = {_shape(eqn.invars[i]) for i in given}
-        return [self._made(var)._replace(of_gradients=_shape(var) in kept) for var in eqn.outvars]
+            return [_Value(made)] * len(eqn.outvars)
+        return list(map(self._made, eqn.outvars))
 
     def _scan(self, eqn: Any, operands: Sequence[_Value]) -> list[_Value]:
         """Accounts for a loop, which keeps what it gives, but for the layers' parameters that it casts."""
@@ -199,13 +179,6 @@ class _Accounting:
 
     def _made(self, var: Any) -> _Value:
         return _Value(frozenset([_Made(math.prod(_shape(var)) // self._devices, _width(var))]))
-
-
-def _summed_axes(eqn: Any, place: int) -> tuple[int, ...]:
-    """The axes of an operand that an operation sums over."""
-    if eqn.primitive.name == "dot_general":
-        return eqn.params["dimension_numbers"][0][place]
-    return eqn.params.get("axes", ()) if eqn.primitive.name in _REDUCES else ()
 
 
 def _shape(atom: Any) -> tuple[int, ...]:

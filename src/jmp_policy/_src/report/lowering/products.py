@@ -31,9 +31,6 @@ _FASTER = ("complex128", "complex64", "float64", "float32", "bfloat16", "float16
 #: Columns of a TPU's registers, and of the matrix units of most.
 _LANES = 128
 
-#: Instructions that a value may pass through between a pad and the product that it was padded for.
-_FORWARDING = hlo.RESHAPING | {"copy", "convert", "transpose"}
-
 
 #: The name that tracing gave a product, and the fields of a `Kernel` that describe it. A convolution is
 #: described as the equivalent product.
@@ -99,7 +96,7 @@ class Products:
             sizes = product_sizes(instruction, (first, second), arrays(instruction.shape)[0][1])
             return [self._product(instruction, scope, sizes, on_cores=self._is_tpu)]
         if instruction.opcode in ("dot", "scaled-dot"):
-            return [self._dot(instruction, scope, None, on_cores=self._is_tpu)]
+            return [self._dot(instruction, scope, on_cores=self._is_tpu)]
         if instruction.opcode != "fusion":
             return []
         # The other fusions compute a product element by element, on the ordinary units.
@@ -108,23 +105,15 @@ class Products:
         found, inner = [], inside(instruction, self._computations)
         for part in inner.values():
             if part.opcode in ("dot", "scaled-dot"):
-                found.append(self._dot(part, inner, (instruction, scope), on_cores))
+                found.append(self._dot(part, inner, on_cores))
             elif part.opcode in ("fusion", "convolution"):
                 found += self.of(part, inner)
         return found
 
-    def _dot(
-        self, dot: Instruction, scope: Scope, outside: tuple[Instruction, Scope] | None, on_cores: bool
-    ) -> Product:
+    def _dot(self, dot: Instruction, scope: Scope, on_cores: bool) -> Product:
         names = "lhs_contracting_dims", "lhs_batch_dims"
         axes = ([int(d) for d in dot.attribute(name).split(",") if d.strip()] for name in names)
-        return self._product(
-            dot,
-            scope,
-            _sizes(_shapes(dot, scope), *axes),
-            padded=any(self._was_padded(name, scope, outside) for name in dot.operands[:2]),
-            on_cores=on_cores,
-        )
+        return self._product(dot, scope, _sizes(_shapes(dot, scope), *axes), on_cores=on_cores)
 
     def _library_product(self, call: Instruction, scope: Scope) -> Product:
         config = backend_config(call).get("gemm_backend_config", {})
@@ -138,7 +127,6 @@ class Products:
             algorithm=precision.get("algorithm", "").lower(),
             # Triton takes TF32 where the precision is the default one, cuBLAS also where it is "high".
             precision="highest" if "HIGHEST" in precision.get("operand_precision", ()) else "",
-            padded=any(self._was_padded(name, scope, None) for name in call.operands[:2]),
         )
 
     def _convolution(self, call: Instruction, scope: Scope) -> Product:
@@ -164,7 +152,6 @@ class Products:
         sizes: tuple[int, int, int, int],
         algorithm: str = "",
         precision: str = "",
-        padded: bool = False,
         on_cores: bool = True,
         rows: Sequence[int] = (),
     ) -> Product:
@@ -191,29 +178,9 @@ class Products:
             "tensor_cores": on_cores and arithmetic in target.on_tensor_cores,
             # Where the compiler splits the sum, k is smaller and the batch larger.
             "size": f"{m}x{n}x{k}" if batch == 1 else f"{batch}*{m}x{n}x{k}",
-            "alignment": "padded" if padded else "aligned" if aligned else "unaligned",
+            "alignment": "aligned" if aligned else "unaligned",
         }
         return instruction.op_name, shown
-
-    def _was_padded(self, name: str, scope: Scope, outside: tuple[Instruction, Scope] | None) -> bool:
-        """Whether the compiler padded a value: with a `pad` that is no operation of the program."""
-        while name in scope:
-            source = scope[name]
-            if source.opcode == "fusion" and len(source.called) == 1:
-                return _is_the_compilers_pad(hlo.root_of(inside(source, self._computations)))
-            if source.opcode == "parameter" and outside is not None:
-                fusion, scope = outside
-                index = int(source.line.partition("parameter(")[2].partition(")")[0])
-                name, outside = fusion.operands[index], None
-            elif source.opcode in _FORWARDING and source.operands:
-                name = source.operands[0]
-            else:
-                return _is_the_compilers_pad(source)
-        return False
-
-
-def _is_the_compilers_pad(instruction: Instruction) -> bool:
-    return instruction.opcode == "pad" and not instruction.op_name.endswith("/pad")
 
 
 def _shapes(instruction: Instruction, scope: Scope) -> list[tuple[str, tuple[int, ...]]]:
