@@ -113,7 +113,7 @@ def recommended(seed: int) -> Any:
     params = jax.jit(GPT().init)(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))["params"]
     tokens = sample(GPT(), params, jax.random.key(seed))
     old, (_, advantage) = log_probabilities(GPT(), params, tokens), advantages(tokens)
-    return jmpp.recommend(surrogate, params, tokens, old, advantage, dtype="float16", budget=BUDGET, probes=2)
+    return jmpp.recommend(surrogate, params, tokens, old, advantage, dtype="float16", budget=BUDGET)
 
 
 def compare(steps: int, seed: int, quiet: bool) -> list[Row]:

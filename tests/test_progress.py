@@ -42,8 +42,8 @@ def test_steps_are_shown(monkeypatch):
     seen, stderr = [], terminal(monkeypatch)
     show = progress.step
     monkeypatch.setattr(progress, "step", lambda *args: (seen.append(args), show(*args)))
-    jmpp.sensitivity(loss, W, X, probes=3)
-    assert [("backward passes", n, 3) for n in (1, 2, 3)] == [s for s in seen if s[0] == "backward passes"]
+    jmpp.sensitivity(loss, W, X)
+    assert [s for s in seen if s[0] == "modules"] == [("modules", 1, 1)]
     assert "sensitivity" in stderr.getvalue()
     assert progress._CURRENT.get() is None
 
@@ -70,32 +70,6 @@ def test_quick_reports_show_nothing(monkeypatch):
     assert stderr.getvalue() == ""
 
 
-def test_an_interrupt_keeps_the_backward_passes_so_far(monkeypatch):
-    whole, calls, device_get = jmpp.sensitivity(loss, W, X, probes=1), [], jax.device_get
-
-    def interrupted(values):
-        calls.append(values)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        return device_get(values)
-
-    monkeypatch.setattr(rounding_errors.jax, "device_get", interrupted)
-    found = jmpp.sensitivity(loss, W, X, probes=4, measure=False)
-    assert found.rows == whole.rows
-    assert found.interrupted == (
-        "Interrupted at backward passes 2 of 4: errors are means over those before it."
-    )
-    assert str(found).startswith(found.interrupted)
-    assert " ".join(str(found).split()).endswith(found.interrupted)
-    assert found._repr_html_().count(found.interrupted) == 2
-    assert found.to_dict()["interrupted"] == found.interrupted
-    assert whole.interrupted == ""
-    assert "interrupted" not in whole.to_dict()
-    calls[:] = [None]
-    with pytest.raises(KeyboardInterrupt, match="^$"):
-        jmpp.sensitivity(loss, W, X, probes=4, measure=False)
-
-
 def test_an_interrupted_command_has_no_traceback(monkeypatch, capsys):
     def interrupted(given):
         raise KeyboardInterrupt
@@ -114,7 +88,7 @@ def test_an_interrupt_keeps_the_modules_that_were_measured(monkeypatch):
             return jnp.square(h @ w).mean()
 
     measured = rounding_errors.AppliedRounding.of_modules
-    whole, calls = jmpp.sensitivity(loss, W, X, measure=True), []
+    whole, calls = jmpp.sensitivity(loss, W, X), []
 
     def interrupted(self, groups):
         calls.append(groups)
@@ -124,11 +98,17 @@ def test_an_interrupt_keeps_the_modules_that_were_measured(monkeypatch):
 
     monkeypatch.setattr(rounding_errors.AppliedRounding, "of_modules", interrupted)
     assert len(whole.rows) > 1
-    found = jmpp.sensitivity(loss, W, X, measure=True)
+    found = jmpp.sensitivity(loss, W, X)
     assert len(found.rows) == 1
     assert found.interrupted == "Interrupted at modules 2 of 2: modules from there on have no rows."
+    assert str(found).startswith(found.interrupted)
+    assert " ".join(str(found).split()).endswith(found.interrupted)
+    assert found._repr_html_().count(found.interrupted) == 2
+    assert found.to_dict()["interrupted"] == found.interrupted
+    assert whole.interrupted == ""
+    assert "interrupted" not in whole.to_dict()
     with pytest.raises(KeyboardInterrupt, match="^$"):
-        jmpp.sensitivity(loss, W, X, measure=True)
+        jmpp.sensitivity(loss, W, X)
 
 
 @pytest.mark.slow

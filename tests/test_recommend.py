@@ -35,9 +35,12 @@ def test_planted_layers_are_found_and_no_others(name):
     def loss_fn(params, *inputs):
         return loss(module.apply({"params": params}, *inputs), targets)
 
-    found = jmpp.recommend(loss_fn, params, *inputs, dtype="float16", probes=1)
-    assert found.policy == jmpp.PolicyMap("mixed_float16", dict.fromkeys(planted, "float32"))
+    found = jmpp.recommend(loss_fn, params, *inputs, dtype="float16")
     assert found.fits
+    if name == "sum of 50,000 half terms":
+        assert found.policy == jmpp.PolicyMap("mixed_float16, grad=float32")  # No layer has to be float32.
+        return
+    assert found.policy == jmpp.PolicyMap("mixed_float16", dict.fromkeys(planted, "float32"))
     assert found.measured < 2e-3
     assert [row.pattern for row in found.rows] == ["", *planted]
     assert found.rows[1].predicted > 0.1
@@ -210,7 +213,7 @@ def test_products_alone_are_in_half_where_no_module_mends():
     def loss_fn(params):
         return jnp.square(model.apply({"params": params}, X)).mean()
 
-    found = jmpp.recommend(loss_fn, params, dtype="float16", probes=1)
+    found = jmpp.recommend(loss_fn, params, dtype="float16")
     assert (found.fits, found.half_share) == (True, 1)
     half = "params=float32,compute=float16,output=float32"
     assert found.policy == jmpp.PolicyMap("float32", {nn.Dense: half})
@@ -234,7 +237,7 @@ def test_a_module_reads_a_constant_that_is_infinite_in_half():
     def loss_fn(params):
         return jnp.square(LargeConstant().apply({"params": params}, X)).mean()
 
-    found = jmpp.recommend(loss_fn, params, dtype="float16", probes=1)
+    found = jmpp.recommend(loss_fn, params, dtype="float16")
     half = "params=float32,compute=float16,output=float32"
     assert found.policy == jmpp.PolicyMap("float32", {"*": half})
     assert (found.fits, found.half_share) == (True, 1)
@@ -251,7 +254,7 @@ def test_a_module_that_makes_the_gradient_infinite_is_named_as_such():
 @pytest.mark.once
 def test_first_order_is_not_shown_where_it_does_not_see_decisions():
     model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
-    found = jmpp.recommend(model, model.init(jax.random.key(0), X), X, probes=1)
+    found = jmpp.recommend(model, model.init(jax.random.key(0), X), X)
     assert math.isnan(found.predicted)
     assert [row.predicted for row in found.rows] == [found.measured]
     assert "predicted" not in found.verdict
@@ -261,7 +264,7 @@ def test_first_order_is_not_shown_where_it_does_not_see_decisions():
 def test_a_model_is_taken_for_its_loss():
     model = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False), nn.Dense(2)])
     variables = model.init(jax.random.key(0), X)
-    found = jmpp.recommend(model, variables, X, probes=1, target="h100", dtype="bfloat16")
+    found = jmpp.recommend(model, variables, X, target="h100", dtype="bfloat16")
     assert isinstance(found, jmpp.report.Recommendation)
     assert isinstance(found.rows[0], jmpp.report.RecommendationRow)
     assert found.policy == jmpp.PolicyMap("mixed_bfloat16")
@@ -278,12 +281,12 @@ def test_a_model_is_taken_for_its_loss():
 @pytest.mark.once
 def test_an_nnx_model_and_a_budget_from_batches():
     model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 2, rngs=nnx.Rngs(1)))
-    found = jmpp.recommend(model, X, probes=1, batches=[(2 * X,)])
+    found = jmpp.recommend(model, X, batches=[(2 * X,)])
     assert found.dtype == "float16"
     assert found.policy == jmpp.PolicyMap("mixed_float16")
     # The gradient of the kernels is 4 times as large: both are 0.6 of their mean away from it.
     assert found.budget == pytest.approx(0.06, rel=0.05)
-    found = jmpp.recommend(model, X, probes=1, dtype="float16", budget=1e-9)
+    found = jmpp.recommend(model, X, dtype="float16", budget=1e-9)
     assert "the budget of 1e-07 %" in found.verdict
     assert found.policy == jmpp.PolicyMap("float32")
     assert (found.measured, found.half_share) == (0, 0)
@@ -313,7 +316,7 @@ def test_modules_whose_rounding_turns_decisions_are_found():
     def loss_fn(params, *arguments):
         return Kink().apply({"params": params}, *arguments).astype(jnp.float32)
 
-    found = jmpp.recommend(loss_fn, params, *arguments, dtype="float16", probes=1)
+    found = jmpp.recommend(loss_fn, params, *arguments, dtype="float16")
     assert found.policy == jmpp.PolicyMap("mixed_float16", {"decided": "float32"})
     assert found.measured < found.budget < found.rows[1].predicted
 
@@ -408,7 +411,7 @@ def test_the_loss_scale_leaves_room_for_gradients_of_biases():
     def loss_fn(params, tokens):
         return 100 * jnp.square(Bag().apply({"params": params}, tokens) - 1).mean()
 
-    found = jmpp.recommend(loss_fn, params, tokens, dtype="float16", probes=1)
+    found = jmpp.recommend(loss_fn, params, tokens, dtype="float16")
     largest = max(jnp.abs(g).max() for g in jax.tree.leaves(jax.grad(loss_fn)(params, tokens)))
     assert found.loss_scale.loss_scale * largest < 65504 / 2
     assert (found.fits, found.half_share) == (True, 1)
@@ -469,9 +472,7 @@ def test_a_gradient_that_cannot_be_differentiated_again_is_measured():
     found = jmpp.recommend(loss, params, x, dtype="float16")
     assert found.fits
     assert math.isnan(found.predicted)
-    assert jmpp.sensitivity(loss, params, x).measured
-    with pytest.raises(ValueError, match="Reverse-mode differentiation"):
-        jmpp.sensitivity(loss, params, x, measure=False)
+    assert 0 < jmpp.sensitivity(loss, params, x).of("").predicted < 0.1
 
 
 class Recurrence(nn.Module):

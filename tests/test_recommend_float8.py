@@ -134,7 +134,7 @@ def test_rows_of_classes_keep_their_reasons():
 @pytest.mark.once
 def test_a_model_takes_the_recipe_where_all_fits():
     model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 32, rngs=nnx.Rngs(1)))
-    found = jmpp.recommend(model, X, budget=0.2, dtype="bfloat16", probes=1, recipe="fp8_current")
+    found = jmpp.recommend(model, X, budget=0.2, dtype="bfloat16", recipe="fp8_current")
     assert found.policy == jmpp.PolicyMap(FLOAT8)
     assert (found.recipe, found.float8_share, found.half_share) == ("fp8_current", 1.0, 1.0)
     assert found.predicted != found.predicted
@@ -150,13 +150,11 @@ def test_a_card_on_which_nothing_gains_leaves_all_in_half():
         return jnp.square(jnp.tanh(jnp.tanh(x @ ws[0]) @ ws[1]) @ ws[2]).mean()
 
     ws = [jnp.eye(32)] * 3
-    found = jmpp.recommend(
-        loss, ws, X, budget=0.5, dtype="bfloat16", probes=1, recipe="fp8_current", target="H100"
-    )
+    found = jmpp.recommend(loss, ws, X, budget=0.5, dtype="bfloat16", recipe="fp8_current", target="H100")
     assert found.policy == jmpp.PolicyMap(HALF)
     assert found.rows[0].reason.endswith("; no product suits fp8_current@H100")
     assert found.float8_share == 0
-    everywhere = jmpp.recommend(loss, ws, X, budget=0.5, dtype="bfloat16", probes=1, recipe="fp8_current")
+    everywhere = jmpp.recommend(loss, ws, X, budget=0.5, dtype="bfloat16", recipe="fp8_current")
     # The product in the middle, and both of its gradient; autocast leaves first layers and heads alone.
     assert everywhere.policy == jmpp.PolicyMap(FLOAT8)
     assert everywhere.float8_share == pytest.approx(3 / 8)

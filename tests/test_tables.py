@@ -164,7 +164,7 @@ REPORTS = {
     "audit": lambda params: jmpp.audit(HALF, params, TOKENS, grad=True),
     "spectrum": lambda params: jmpp.gradient_spectrum(WIDE, params, TOKENS),
     "drift": lambda params: jmpp.drift(HALF, params, TOKENS),
-    "sensitivity": lambda params: jmpp.sensitivity(WIDE, params, TOKENS, probes=1),
+    "sensitivity": lambda params: jmpp.sensitivity(WIDE, params, TOKENS),
     "memory": lambda params: jmpp.memory_report(jax.value_and_grad(HALF), params, TOKENS),
 }
 

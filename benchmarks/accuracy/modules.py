@@ -97,7 +97,7 @@ def ranked(name: str) -> list[dict[str, Any]]:
     """The rank correlation of predicted and measured errors of a model's modules."""
     loss_fn, params, batches = loss_and_params(name)
     more = [(batch,) for batch in batches[1:]]
-    ranking = jmpp.sensitivity(loss_fn, params, batches[0], batches=more, probes=2)
+    ranking = jmpp.sensitivity(loss_fn, params, batches[0], batches=more)
     rows = [r for r in ranking.rows if r.path]
     rows = [rows[round(i)] for i in np.linspace(0, len(rows) - 1, min(MODULES, len(rows)))]
     cases = [(params, batch) for batch in batches]
@@ -123,7 +123,7 @@ def spearman(a: Any, b: Any) -> float:
 
 def recommended(name: str) -> list[dict[str, Any]]:
     loss_fn, params, (batch, *_) = loss_and_params(name)
-    found = jmpp.recommend(loss_fn, params, batch, dtype="float16", probes=1)
+    found = jmpp.recommend(loss_fn, params, batch, dtype="float16")
     half, scale = jmpp.PolicyMap("mixed_float16"), float(found.loss_scale.loss_scale)
     all_half = found.measured
     if found.policy != half:

@@ -162,7 +162,7 @@ def recommended_part(name: str) -> list[dict[str, Any]]:
     """What `recommend` gives for a model with one part, beside a rule of thumb and brute force."""
     module, fault = Deep(name), FAULTS[name]
     params = module.init(jax.random.key(0), batch(0)[0])["params"]
-    found = jmpp.recommend(loss_under(module), params, *batch(0), dtype="float16", probes=1)
+    found = jmpp.recommend(loss_under(module), params, *batch(0), dtype="float16")
     scale = float(found.loss_scale.loss_scale)
 
     def worst(policy: Any) -> float:

@@ -216,7 +216,7 @@ def lines_printed() -> list[dict[str, Any]]:
         "audit": jmpp.audit(half, params, grad=True),
         "gradient_spectrum": jmpp.gradient_spectrum(loss, params),
         "drift": jmpp.drift(half, params),
-        "sensitivity": jmpp.sensitivity(loss, params, probes=1),
+        "sensitivity": jmpp.sensitivity(loss, params),
         "memory_report": jmpp.memory_report(jax.value_and_grad(half), params),
         "lowering_report": jmpp.lowering_report(jax.value_and_grad(half), params, target="H100"),
     }

@@ -86,15 +86,6 @@ def convert_constvars_jaxpr(jaxpr: Any) -> Any:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], **without)
 
 
-def needed_part(jaxpr: Any) -> Any:
-    """A jaxpr without the equations that no result needs, inside loops and calls too.
-
-    Private: `partial_eval.dce_jaxpr`. Compilers drop the same; JAX has no public way before.
-    """
-    opened = open_jaxpr(jaxpr)
-    return partial_eval.dce_jaxpr(opened, [True] * len(opened.outvars))[0]
-
-
 def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     """The numbers of constants and of carries of a scan.
 

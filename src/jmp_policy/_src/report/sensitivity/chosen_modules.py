@@ -35,8 +35,8 @@ class RecommendationRow:
       policy: text of the policy.
       reason: why.
       predicted: relative error of the gradient that the modules it is about would bring in half; infinite
-        where a value overflows, 0 where it is not known, and of the default what was measured in the place of
-        what first order does not see.
+        where a value overflows, 0 where it is not known, and of the default what was measured where modules
+        were not looked at one by one.
     """
 
     pattern: str

@@ -16,7 +16,6 @@ from jax.extend.core import jaxpr_as_fun
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.report_base import Report, Table, percent, plain
-from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.targets import Target, find_target
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
@@ -48,8 +47,8 @@ class Recommendation(Report):
       loss_scale: the loss scale to start with; none is needed for bfloat16.
       rows: the default and every rule, with the reason.
       budget: relative error of the gradient that was allowed.
-      predicted: that of the policy, to first order; nan where first order does not see it, as decisions that
-        rounding turns, for a recipe that fits everywhere, and a policy of products alone.
+      predicted: that of the policy, as `sensitivity` predicts it; nan where modules were not looked at one by
+        one, since everything fits, float32 weight gradients are enough, or products alone are in half.
       measured: that of the policy, as one run of it on this machine gave it; infinite where it overflows.
       half_share: share of the FLOPs of matrix products whose operands have 16 bits or fewer; nan without
         products.
@@ -150,20 +149,19 @@ def recommend(
     target: str | None = None,
     dtype: DTypeLike | None = None,
     batches: Sequence[tuple[Any, ...]] = (),
-    probes: int = 4,
+    probes: int | None = None,
     has_aux: bool = False,
     recipe: str | None = None,
     **kwargs: Any,
 ) -> Recommendation:
     """Recommends a `PolicyMap` for a model, a loss scale, and says why.
 
-    Everything is in half that leaves the gradient within a budget of error. A module computes in float32 if
-    values or cotangents overflow in it, unless a run with all in half shows that they do no harm. Otherwise
-    those do that bring most of the error, as `sensitivity` predicts it, until the rest fits, unless float32
-    for weight gradients alone (`grad=float32`) is enough. The policy is then run, and its gradient compared
-    with that of float32; if it is off by more, further modules are added, in models that make decisions
-    (relu, maximum) by measured errors. Where that leaves less than 90 % of the FLOPs in half, float32 for all
-    but the layers that are one product is tried.
+    Everything is in half that leaves the gradient within a budget of error. First all is run in half, and
+    the gradient compared with that of float32. If it is off by more, modules in which values or cotangents
+    overflow compute in float32. If that is not enough, weight gradients do too (`grad=float32`), or else the
+    modules that bring most of the error, as `sensitivity` predicts it, until what is left fits when it runs.
+    Where that leaves less than 90 % of the FLOPs in half, float32 for all but the layers that are one product
+    is tried.
 
     Args:
       loss_fn: the loss of the float32 model, as `sensitivity` takes it. Or a model: a Linen module, whose
@@ -176,7 +174,7 @@ def recommend(
       target: name of a card ("H100"), for the predicted speed and memory there.
       dtype: "float16" or "bfloat16". Left out, float16, unless more can be in half in bfloat16.
       batches: further values of `args`, of the same shapes.
-      probes: as for `sensitivity`.
+      probes: without effect since 0.2.0, and gone in 0.3.0.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       recipe: a float8 recipe, "fp8_current" say. Products that suit it follow it where the budget allows,
         and with `target=` only where that gains there; all else is as without it.
@@ -202,7 +200,7 @@ def recommend(
     card = None if target is None else find_target(target)
     recipe = recipe and chosen.usable_recipe(recipe, target)
     loss = _as_loss(loss_fn, params, args, kwargs, has_aux)
-    probes, others = positive_int(probes, "probes"), list(map(loss.with_batch, batches))
+    others = list(map(loss.with_batch, batches))
     dtypes = ["float16", "bfloat16"] if dtype is None else [parse_dtype(dtype, "of recommend").name]
     found: list[Recommendation] = []
     with progress.showing("recommend"), without_overflow_warnings():
@@ -214,7 +212,7 @@ def recommend(
         with progress.interruptible("bfloat16 was not tried", known=found):
             for name in dtypes:
                 traced = TracedLoss(loss, name, batches) if found else first
-                last = _in(loss, traced, probes, allowed, exact[0], card)
+                last = _in(loss, traced, allowed, exact[0], card)
                 found.append(last)
                 if last.fits and len(last.rows) == 1 and is_half(last.policy.default.compute_dtype):
                     break
@@ -250,11 +248,12 @@ def _merit(found: Recommendation) -> Any:
 
 
 def _in(
-    loss: Loss, traced: TracedLoss, probes: int, budget: float, exact: np.ndarray, card: Target | None
+    loss: Loss, traced: TracedLoss, budget: float, exact: np.ndarray, card: Target | None
 ) -> Recommendation:
     """What to recommend in one dtype."""
-    (seen, is_smooth), dtype = rounding_errors.effects_if_smooth(traced, probes), traced.dtype
-    scale = seen.loss_scale if dtype == "float16" else 1.0
+    applied, dtype = rounding_errors.AppliedRounding(traced), traced.dtype
+    seen = applied.effects
+    scale, is_known = seen.loss_scale if dtype == "float16" else 1.0, False
 
     def run(choice: Choice) -> tuple[Choice, PolicyMap, float]:
         progress.step(f"gradient under {len(choice.reasons) or 'no'} rules in {dtype}")
@@ -262,26 +261,20 @@ def _in(
         return choice, rules, _error(loss, rules, scale, exact)
 
     least, kinds = chosen.needing_float32(seen, traced.in_float32), product_layers(traced.modules.values())
-    able, is_known = chosen.without_half(seen, traced.in_float32), is_smooth
-    if least != able and (found := run(able))[2] <= budget:
-        # What overflows does no harm: cotangents that a relu multiplies by 0.
-        least, is_known = able, False
-        choice, rules, measured = found
-    else:
-        choice, rules, measured = run(chosen.within(least, budget))
-    is_narrow = choice != least and _gains(loss, rules, None)["half_share"] < _MOSTLY
-    if kinds and (measured > budget or is_narrow):
+    # What overflows may do no harm: cotangents that a relu multiplies by 0.
+    choice, rules, measured = run(chosen.without_half(seen, traced.in_float32))
+    if least != choice and measured > budget:
+        choice, rules, measured = run(least)
+    if kinds and measured > budget:
         with progress.interruptible("float32 for weight gradients alone was not tried"):
             # Where sums over many examples are what is wrong, as of a bias, no layer has to be float32.
             sums = grad_in_float32(chosen.rules_of(least))
             error = _error(loss, sums, scale, exact)
             if error <= budget:
-                choice, rules, measured, is_known = least, sums, error, False
+                choice, rules, measured = least, sums, error
     with progress.interruptible("rules with less error were not tried"):
-        if measured > budget and not is_smooth:
-            # First order has not seen decisions that rounding turns: it does not say which modules matter.
-            applied = rounding_errors.AppliedRounding(traced, seen.loss_scale)
-            wanted = chosen.needing_float32(applied.own(seen), traced.in_float32)
+        if measured > budget:
+            wanted = chosen.needing_float32(applied.own(), traced.in_float32)
             choice, rules, measured = run(
                 chosen.within(wanted, budget, lambda c: math.sqrt(applied.of_modules(c.half)[0]))
             )
@@ -290,7 +283,7 @@ def _in(
             path = choice.next()
             if measured <= budget or path is None:
                 break
-            # What is measured may be more than first order says: by as much the prediction is to be less.
+            # What is run may be off by more than was predicted: by as much the prediction is to be less.
             less = choice.predicted * max(budget / measured, 0.5)
             choice, rules, measured = run(chosen.within(chosen.widened(choice, path), less))
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from jmp_policy._src.core.dtype_words import parse_dtype
 from jmp_policy._src.core.report_base import Report, Sum, Table, count_text, joined, row_of
-from jmp_policy._src.core.settings import positive_int
 from jmp_policy._src.core.types import DTypeLike, PyTree
 from jmp_policy._src.policy.patterns import Pattern, matches, path_text, show_pattern, unused_error
 from jmp_policy._src.report import progress
@@ -50,8 +49,6 @@ class Sensitivity(Report):
       loss_scale: power of two that the cotangents were multiplied by: the largest that leaves a factor of 4
         to overflow, at most 2**24. Sums over the trips of loops make it smaller than need be.
       rows: one per module or candidate.
-      measured: whether each row is the error of a gradient with the rounding of its module; else rows are
-        first-order estimates.
 
     Example:
       >>> import jax.numpy as jnp
@@ -65,7 +62,6 @@ class Sensitivity(Report):
     dtype: str
     loss_scale: float
     rows: tuple[SensitivityRow, ...]
-    measured: bool = False
 
     _rows = "rows"
 
@@ -103,8 +99,7 @@ class Sensitivity(Report):
             rows.append(
                 (path or "(all)", f"{predicted:.1e}", f"{loss:.1e}", *(Sum(n, count_text) for n in counts))
             )
-        how = "with rounding applied" if self.measured else "to first order"
-        return [Table(columns, rows, f"Relative errors in {self.dtype}, one module at a time, {how}")]
+        return [Table(columns, rows, f"Relative errors in {self.dtype}, one module at a time")]
 
     def _lines(self) -> Sequence[str]:
         return (f"{self.function}, loss scale {self.loss_scale:g}. {self.verdict}",)
@@ -117,22 +112,15 @@ def sensitivity(
     candidates: Sequence[Pattern] | None = None,
     dtype: DTypeLike = "float16",
     batches: Sequence[tuple[Any, ...]] = (),
-    probes: int = 4,
-    measure: bool | None = None,
+    probes: int | None = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Sensitivity:
     """Predicts for each module what computing it in half precision would do to the loss and its gradient.
 
     Nothing is computed in half. The loss is traced as it would be under the policy `mixed_float16`, which
-    says where it would round. Then the float32 program runs once forward and backward, and the product of
-    its gradient with a random vector once backward, as often as there are probes. To first order that gives
-    the mean square of the gradient's error, module by module, if rounding errors are independent of each
-    other.
-
-    First order does not see decisions that rounding turns: that of a relu whose input is nearly 0. Where the
-    program makes any, each row is measured: the error of a gradient with the rounding of its module. See
-    docs/drift.md for how well both agree with what half precision does.
+    says where it would round. Then the float32 program gives one gradient for each row, with the rounding of
+    its modules done in float32. See docs/drift.md for how well that agrees with what half precision does.
 
     Args:
       loss_fn: the loss of the float32 model: `(params, *args) -> scalar`, of NNX modules
@@ -143,10 +131,7 @@ def sensitivity(
         Without any, a row for each module, with everything below it.
       dtype: "float16" or "bfloat16".
       batches: further values of `args`, of the same shapes; errors are the mean over all batches.
-      probes: number of random vectors per batch, where rows are not measured. With 4 the errors are right to
-        10 to 20 %.
-      measure: whether each row is measured, by a gradient of its own, in place of first order. Left out: in
-        programs that decide by half values (relu, maximum, sign).
+      probes: without effect since 0.2.0, and gone in 0.3.0.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
@@ -167,27 +152,21 @@ def sensitivity(
 
     References:
       N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2 (the model of rounding).
-      M. F. Hutchinson, A stochastic estimator of the trace of the influence matrix, 1990 (the probes).
     """
     if isinstance(candidates, str):
         raise TypeError(f"candidates is a list of patterns: candidates=[{candidates!r}].")
     loss = Loss(loss_fn, params, args, kwargs, has_aux, "sensitivity")
-    probes = positive_int(probes, "probes")
     with progress.showing("sensitivity"), without_overflow_warnings():
         traced = TracedLoss(loss, parse_dtype(dtype, "of sensitivity").name, batches)
-        if measure is None:
-            found, is_smooth = rounding_errors.effects_if_smooth(traced, 0 if traced.decides else probes)
-            is_measured = not is_smooth
-        else:
-            found, is_measured = rounding_errors.effects(traced, 0 if measure else probes), measure
-        if not found.finite:
+        applied = AppliedRounding(traced)
+        found = applied.effects
+        if not applied.is_finite:
             raise rounding_errors.not_finite_error(found.name)
         # The name of each row, and the paths that it is about.
         if candidates:
             tops = [(p if isinstance(p, str) else show_pattern(p), _matched(found, p)) for p in candidates]
         else:
             tops = [(path, [path]) for path in _paths(found)]
-        applied = AppliedRounding(traced, found.loss_scale) if is_measured else None
         rows = list[SensitivityRow]()
         with progress.interruptible("modules from there on have no rows", known=rows):
             for name, paths in progress.steps("modules", tops):
@@ -195,7 +174,7 @@ def sensitivity(
         if not candidates:
             rows = [_with_inside(row, rows) for row in rows]
         rows.sort(key=lambda row: (-row.predicted, -row.overflow, row.path))
-        return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(rows), is_measured)
+        return Sensitivity(found.name, found.dtype, found.loss_scale, tuple(rows))
 
 
 def _paths(found: Effects) -> list[str]:
@@ -216,18 +195,18 @@ def _matched(found: Effects, pattern: Pattern) -> list[str]:
 
 
 def _with_inside(row: SensitivityRow, rows: Sequence[SensitivityRow]) -> SensitivityRow:
-    """A row that is no better than those of the modules inside: each is an estimate of its own."""
+    """A row that is no better than those of the modules inside: their errors may cancel in it, by chance."""
     inside = [other for other in rows if is_below(other.path, row.path)]
     predicted, loss = max(r.predicted for r in inside), max(r.loss for r in inside)
     return dataclasses.replace(row, predicted=predicted, loss=loss)
 
 
-def _row(found: Effects, name: str, tops: Sequence[str], applied: AppliedRounding | None) -> SensitivityRow:
+def _row(found: Effects, name: str, tops: Sequence[str], applied: AppliedRounding) -> SensitivityRow:
     """What modules and all below them do, when all other modules compute in float32."""
     groups = [group for group in found.own if any(is_below(group, top) for top in tops)]
     parts = [found.own[group] for group in groups] + [found.alone[top] for top in tops if top in found.alone]
     effect = sum(parts, Effect())
-    if applied is not None and math.isfinite(effect.error):
+    if math.isfinite(effect.error):
         gradient, loss = applied.of_modules(groups)
         effect = effect._replace(gradient=gradient, loss=loss)
     return SensitivityRow(name, effect.error, effect.loss**0.5, *effect[2:])

@@ -162,15 +162,6 @@ def _rule_backward(exact: Any, half: Any, dtype: str, residuals: Any, g: Any) ->
 tap_rule.defvjp(_rule_forward, _rule_backward)
 
 
-@jax.custom_vjp
-def _without_gradient(x: Any) -> Any:
-    """`lax.stop_gradient` in the loss; what the gradient is computed from is differentiated all the same."""
-    return x
-
-
-_without_gradient.defvjp(lambda x: (x, None), lambda _, g: (jax.numpy.zeros_like(g),))
-
-
 class Tapped:
     """Value of a running program.
 
@@ -304,13 +295,11 @@ class TappedProgram(Interpreter):
         factor, has_rule = _derivative(eqn, arrays), _has_rule(eqn)
         if factor is not None and self._is_asked(group):
             sink, (place, derivative) = self._sinks[Sink(group, False)], factor
-            counts, array = sink.of_derivative(derivative, self._dtype), arrays[place]
-            if counts is not None:
-                arrays[place] = tap(Which(True, False, self._dtype), array, counts, sink.beside(array))
+            counts = sink.of_derivative(arrays[place], derivative, self._dtype)
+            which = Which(True, False, self._dtype)
+            arrays[place] = tap(which, arrays[place], counts, sink.beside(arrays[place]))
         if _adds_up_cotangents(eqn) and self._is_asked(group):
             outs = self._summed(eqn, arrays, group)
-        elif eqn.primitive.name == "stop_gradient" and is_half(ir.dtype_of(eqn.invars[0])):
-            outs = [_without_gradient(*arrays)]
         elif holds_half(eqn):
             has_own = calls.kind_of(eqn) in (Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
             if has_rule and self._is_asked(group):

@@ -8,14 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from jmp_policy._src.autocast.api import autocast
 from jmp_policy._src.core.dtypes import is_half
 from jmp_policy._src.core.types import PyTree
-from jmp_policy._src.jaxpr import calls, compat, ir
-from jmp_policy._src.jaxpr.calls import Kind
+from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 from jmp_policy._src.jaxpr.walk import Walk
 from jmp_policy._src.loss_scaling.loss_scale import split_loss
@@ -240,7 +238,6 @@ class TracedLoss:
       batches: the arrays, one list per batch.
       in_float32: the modules whose own operations JAX cannot compute in half.
       groups: the modules in which something is rounded, and those.
-      decides: whether the gradient hangs on decisions that rounding may turn.
 
     Raises:
       ValueError: where nothing would be computed in half; for batches of other shapes.
@@ -272,7 +269,6 @@ class TracedLoss:
                 "Give it the loss of the float32 model."
             )
         self.groups = list(dict.fromkeys([*untapped.groups, *self.in_float32]))
-        self.decides = makes_decisions(half.gradient)
 
         def in_float32() -> WideNumbers:
             return wide_numbers(half.jaxpr, loss.under(PolicyMap("float32")).jaxpr)
@@ -325,40 +321,3 @@ def _rules_around(wide: Sequence[str], modules: Sequence[tuple[str, ...]], polic
 
 
 _NOT_HALF = HAVING[Trait.NOT_HALF]
-
-#: Decisions if their operands are half. In float32 most compare what is nowhere near equal: a variance with
-#: 0, a random number with the rate of a dropout. So the absolute values of a float32 loss are not seen.
-_COMPARISONS = HAVING[Trait.DECIDES]
-
-#: Decisions in float32 too: a router of experts, max pooling.
-_CHOICES = HAVING[Trait.RANKS]
-
-
-def makes_decisions(jaxpr: Any) -> bool:
-    """Whether a program decides anything that its results hang on by numbers that half rounds.
-
-    There the gradient jumps, and has no derivative. A program is asked that computes a gradient: a maximum
-    that only keeps an exponential from overflowing, as in a softmax, leaves no comparison in it; that of a
-    relu does.
-    """
-    # Traced gradients hold much that no result needs.
-    return _has_decisions(compat.needed_part(jaxpr))
-
-
-def _has_decisions(jaxpr: Any) -> bool:
-    eqns = compat.open_jaxpr(jaxpr).eqns
-    # The derivative of a custom_jvp stands beside it: of softplus that is smooth.
-    inside = [sub for eqn in eqns if calls.kind_of(eqn) is not Kind.CUSTOM_JVP for sub in ir.subjaxprs(eqn)]
-    return any(map(_decides, eqns)) or any(map(_has_decisions, inside))
-
-
-def _decides(eqn: Any) -> bool:
-    dtypes = list(map(ir.dtype_of, eqn.invars))
-    if eqn.primitive.name in _COMPARISONS:
-        return any(map(is_half, dtypes)) and not any(map(_is_infinite, eqn.invars))
-    return eqn.primitive.name in _CHOICES and jnp.issubdtype(dtypes[0], jnp.floating)
-
-
-def _is_infinite(atom: Any) -> bool:
-    """Whether an operand is the number infinity, to which nothing is nearly equal."""
-    return isinstance(atom, compat.Literal) and bool(np.all(np.isinf(np.asarray(atom.val, np.float32))))

@@ -77,10 +77,8 @@ def gradient_spectrum(
     try:
         with progress.showing("gradient_spectrum"):
             progress.step("compiling and running")
-            out = None
-            if activations:
-                names, out = _traced_taps(function, lambda out: split_loss(out, has_aux)[0])
-            counted = _counted_gradient(function.of_params, has_aux, out)
+            names = _traced_taps(function) if activations else []
+            counted = spectrum_value_and_grad(function.of_params, has_aux=has_aux)
 
             def run(scale: Any, state: SpectrumState, params: Any, arrays: Any) -> SpectrumState:
                 return counted(scale, state, params, arrays)[1]
@@ -122,11 +120,6 @@ def spectrum_value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = Fals
       >>> state.report().overall().exponents
       {1: 3}
     """
-    return _counted_gradient(loss_fn, has_aux)
-
-
-def _counted_gradient(loss_fn: Callable[..., Any], has_aux: bool, known: Any = None) -> Callable[..., Any]:
-    """As `spectrum_value_and_grad`; `known` is the type of the loss, if somebody has traced it."""
 
     @functools.wraps(loss_fn)
     def counted(
@@ -140,9 +133,7 @@ def _counted_gradient(loss_fn: Callable[..., Any], has_aux: bool, known: Any = N
             )
         scale = as_loss_scale(scale_or_opt_state)
         # What the backward pass starts with; `restore_scale` multiplies the gradients by the rest.
-        out = known
-        if known is None:
-            out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
+        out = jax.eval_shape(lambda p: split_loss(loss_fn(p, *args, **kwargs), has_aux)[0], params)
         cotangent = first_cotangent(getattr(out, "dtype", None), scale.loss_scale)
 
         def scaled(params: PyTree, sinks: dict[str, Any]) -> Any:
@@ -203,7 +194,7 @@ class SpectrumState:
         """
         fn = loss_fn or (lambda params: None)
         function = as_function(fn, (params, *args), kwargs, "SpectrumState.create")
-        return cls.zeros(_trained_paths(function), [] if loss_fn is None else _traced_taps(function)[0])
+        return cls.zeros(_trained_paths(function), [] if loss_fn is None else _traced_taps(function))
 
     @classmethod
     def zeros(cls, paths: Sequence[str], taps: Any = ()) -> "SpectrumState":
@@ -291,22 +282,20 @@ def _increment(count: jax.Array) -> jax.Array:
     return jnp.minimum(count, np.iinfo(np.int32).max - 1) + 1
 
 
-def _traced_taps(function: Function, of: Callable[[Any], Any] = lambda out: out) -> tuple[list[str], Any]:
-    """The names of taps that parameters lead to, and the type of what a function makes of the result.
+def _traced_taps(function: Function) -> list[str]:
+    """The names of taps that parameters lead to.
 
     Training computes no gradients of other activations, and their size would say nothing of a loss scale.
     """
     taps, trained = tapping.Taps(histogram.count), function.trained()
 
     def traced(arrays: Sequence[Any]) -> Any:
-        def result(params: Sequence[Any]) -> Any:
-            return of(function.of_params(params, arrays))
-
-        return jax.vjp(result, [arrays[i] for i in trained])[0]
+        params = [arrays[i] for i in trained]
+        return jax.vjp(lambda params: function.of_params(params, arrays), params)[0]
 
     with tapping.watching_modules(taps):
-        out = jax.eval_shape(traced, function.arrays)
-    return list(taps.met), out
+        jax.eval_shape(traced, function.arrays)
+    return list(taps.met)
 
 
 def _trained_paths(function: Function) -> list[str]:
