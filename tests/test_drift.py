@@ -1705,15 +1705,24 @@ class Gated(nn.Module):
         return nn.Dense(10, name="post")(nn.Dense(32, name="mid")(h))
 
 
-def _drift_of_gated(activation, gate, **kwargs):
+def _drift_of_gated(activation, gate, dtype=jnp.float32, scale=256.0, **kwargs):
     x = jax.random.normal(jax.random.key(0), (64, 32))
     params = Gated(activation, gate).init(jax.random.key(0), x)
     half = jmpp.wrap(Gated(activation, gate), "mixed_float16")
 
     def loss_fn(params):
-        return jnp.square(half.apply(params, x).astype(jnp.float32)).mean()
+        return jnp.square(half.apply(params, x).astype(jnp.float32)).mean().astype(dtype)
 
-    return jmpp.drift(loss_fn, params, scale=256.0, **kwargs)
+    return jmpp.drift(loss_fn, params, scale=scale, **kwargs)
+
+
+@pytest.mark.slow
+def test_rules_are_tried_for_a_float16_loss_too():
+    """It is multiplied in float16 by as much of the loss scale as that holds: float32 needs none."""
+    found = _drift_of_gated(lambda h: jnp.sin(1000 * h), lambda h, g: h, jnp.float16, scale=2.0**17)
+    assert found.error > 0.1
+    assert dict(found.rule) == {"pre": "float32"}
+    assert found.error_after < found.error / 10
 
 
 @pytest.mark.slow
@@ -1721,6 +1730,16 @@ def test_an_overflow_that_matters_little_is_not_blamed_for_the_error_of_another_
     found = _drift_of_gated(lambda h: jnp.sin(1000 * h), lambda h, g: h / (1 + (120 * g) ** 2))
     assert found.error > 0.1
     assert dict(found.rule) == {"pre": "float32"}
+    assert found.error_after < found.error / 10
+
+
+@pytest.mark.slow
+def test_a_small_error_with_most_of_it_in_one_line_has_a_rule():
+    """A finite difference, whose error is what random roundings explain."""
+    found = _drift_of_gated(nn.tanh, lambda h, g: (jnp.sin(h + 1e-3) - jnp.sin(h)) / 1e-3)
+    assert 0.02 < found.error < 0.1
+    assert found.is_normal
+    assert max(row.share for row in found.rows) < 0.75
     assert found.error_after < found.error / 10
 
 

@@ -114,7 +114,7 @@ def test_a_card_without_bfloat16_tensor_cores_is_recommended_float16(card):
     assert "in bfloat16 under autocast" in verdict_of(kernels, (float32, float16, bfloat16), TARGETS["H100"])
 
 
-def test_cublaslt_and_the_pads_that_it_needs_on_a_v100(version):
+def test_cublaslt_on_a_v100(version):
     kernels = recorded("volta", version, "V100")
     found = products(kernels)
     assert {kernel.kind for kernel in found} == {"cublaslt"}

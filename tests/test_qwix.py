@@ -90,7 +90,7 @@ def test_autocast_goes_around_a_quantized_model_and_inside_of_one(dtype):
     around = jmpp.autocast(quantized(Net(), dtype).apply, "bfloat16")
     of_function = Function().init(jax.random.key(0), X)
     inside = quantized(Function(), dtype)
-    says = "a custom_vjp holds .* which stay as traced, in float32"
+    says = "a custom_vjp_call holds .* which stay as traced, in float32"
     with pytest.warns(UserWarning, match=says):
         found = operands(around, variables, X)
     assert [lhs for _, lhs, _ in found] == [dtype, dtype]

@@ -252,7 +252,7 @@ def test_a_module_that_makes_the_gradient_infinite_is_named_as_such():
 
 
 @pytest.mark.once
-def test_first_order_is_not_shown_where_it_does_not_see_decisions():
+def test_nothing_is_predicted_where_everything_fits():
     model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
     found = jmpp.recommend(model, model.init(jax.random.key(0), X), X)
     assert math.isnan(found.predicted)
@@ -461,7 +461,7 @@ class Implicit(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_gradient_that_cannot_be_differentiated_again_is_measured():
+def test_an_implicit_layer_is_measured():
     """An implicit layer solves with a loop in its backward pass."""
     x = jax.random.normal(jax.random.key(0), (16, 8))
     params = Implicit().init(jax.random.key(1), x)["params"]

@@ -645,6 +645,13 @@ def test_infinite_magnitudes_of_a_skipped_step_are_no_damage():
     assert_same(jmpp.restore_state(MONITORED.init(PARAMS), state, check=True), state)
 
 
+def test_a_state_that_is_too_deep_names_the_place():
+    deep = functools.reduce(lambda inner, _: {"a": inner}, range(2000), {})
+    for template, saved in ((PARAMS, {**PARAMS, "w": deep}), ({"w": deep}, {"w": deep})):
+        with pytest.raises(ValueError, match=r"nested more than 100 levels deep at w/a/a/a/a/a/a/a/\.\.\."):
+            jmpp.restore_state(template, saved)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in DAMAGED if kind != "static"])
 def test_training_leads_a_damaged_scale_back(kind):

@@ -324,6 +324,7 @@ def test_overflow_is_found_and_ranks_first():
     )
     assert [row.path for row in found.rows] == ["large", "head"]
     assert math.isinf(found.rows[0].predicted)
+    assert math.isinf(found.rows[0].loss)
     # The product, and it again with the bias added.
     assert found.rows[0].overflow == 32
     assert found.rows[1].overflow == 0
@@ -351,7 +352,7 @@ slope.defjvps(lambda dx, _, x: jnp.float32(1e25) * dx)
 
 
 @pytest.mark.slow
-def test_what_float32_cannot_differentiate_twice_is_measured():
+def test_second_derivatives_that_float32_cannot_hold_do_not_matter():
     def loss_of(params):
         return jnp.square(bent(Net().apply({"params": params}, X).astype(jnp.float32))).mean()
 
@@ -555,7 +556,7 @@ def test_modules_that_the_rule_of_a_custom_vjp_calls():
 
 
 @pytest.mark.slow
-def test_what_jax_cannot_differentiate_twice_is_measured():
+def test_experts_of_a_ragged_product_are_measured():
     class Experts(nn.Module):
         @nn.compact
         def __call__(self, x):

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from jmp_policy._src.api.wrap import wrap
+from jmp_policy._src.core.serialization import check_depth
 from jmp_policy._src.core.settings import shown
 from jmp_policy._src.core.suggest import check_keys, did_you_mean
 from jmp_policy._src.loss_scaling import scale_types
@@ -149,6 +150,7 @@ def from_config(settings: Any) -> Precision:
             raise ValueError(
                 f"The precision {shown(settings)} looks like JSON and is none: {error}."
             ) from error
+    check_depth(settings, "The precision")
     if not hasattr(settings, "items"):
         return Precision(_policy(settings))
     settings = _plain(settings)

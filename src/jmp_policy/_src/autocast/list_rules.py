@@ -28,7 +28,8 @@ from jmp_policy._src.autocast.planner import (
     rebound,
 )
 from jmp_policy._src.core.dtypes import is_floating, is_half
-from jmp_policy._src.jaxpr import compat, ir, jax_sources, op_table
+from jmp_policy._src.jaxpr import calls, compat, ir, jax_sources, op_table
+from jmp_policy._src.jaxpr.calls import Kind
 from jmp_policy._src.jaxpr.ir import FLOAT32
 from jmp_policy._src.jaxpr.matrix_products import size_of
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
@@ -67,11 +68,12 @@ class AsTraced(Rule):
             products = sorted({inner.primitive.name for inner in inside if _stays_in_float32(case, inner)})
             # What a solver is made of is nothing that the user wrote.
             if products and (takes or any(case.are_float32)) and eqn.primitive.name != "custom_linear_solve":
-                name = eqn.primitive.name.removesuffix("_call")
                 note = (
-                    f"a {name} holds {' and '.join(products)}, which stay as traced, in float32: autocast "
-                    f"doesn't look into it{takes}. Autocast the functions that it calls"
+                    f"a {eqn.primitive.name} holds {' and '.join(products)}, which stay as traced, in "
+                    f"float32: autocast doesn't look into it{takes}"
                 )
+                if calls.kind_of(eqn) is Kind.CUSTOM_VJP:
+                    note += ". Autocast the functions that its passes call"
         return case.as_traced(why, note)
 
 

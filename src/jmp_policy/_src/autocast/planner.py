@@ -310,8 +310,7 @@ class Planner:
       rules: primitive's name -> rule.
       table: primitive's name -> (list, reason).
       otherwise: the rule of all other primitives.
-      join: gives the program of a plan, in which one step may do several equations; or, for such a step to be
-        possible, variables that have to be held in half.
+      join: gives the program of a plan, in which one step may do several equations.
 
     Attributes:
       met: names of the primitives met.

@@ -2,7 +2,7 @@
 
 It has a registry but no protocol, and a program that never imports Flax should not pay for it (0.15 s on top
 of jax and optax). Importing it eagerly would do that; registering when an object is made would miss a Flax
-imported later.
+imported later. What is saved is nested data: `check_depth` refuses what may contain itself.
 """
 
 import importlib.abc
@@ -73,3 +73,22 @@ class _Finder(importlib.abc.MetaPathFinder):
             # On the loader of this one module.
             spec.loader.exec_module = execute_and_call
         return spec
+
+
+#: Levels of a config that are more than any config has: data that contains itself.
+_DEEP = 20
+
+
+def check_depth(data: Any, what: str, limit: int = _DEEP, path: tuple[str, ...] = ()) -> None:
+    """Raises ValueError for nested data that is deeper than `limit`, and so may contain itself."""
+    if len(path) > limit:
+        raise ValueError(
+            f"{what} is nested more than {limit} levels deep at {'/'.join(path[:8])}/...; does it contain "
+            "itself?"
+        )
+    if hasattr(data, "items"):
+        children = data.items()
+    else:
+        children = enumerate(data) if isinstance(data, list | tuple) else ()
+    for key, child in children:
+        check_depth(child, what, limit, (*path, str(key)))

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh
 
 from jmp_policy._src.core.dtype_words import array_type_text
 from jmp_policy._src.core.dtypes import is_floating, strip_weak_type
+from jmp_policy._src.core.serialization import check_depth
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float8_state import COLLECTION
 from jmp_policy._src.loss_scaling.gradients import all_finite
@@ -171,6 +172,8 @@ class _Pair:
 
 
 def _pairs(template: Any, saved: Any, exact: bool = False) -> list[_Pair]:
+    check_depth(template, "The state", limit=100)
+    check_depth(saved, "What was saved", limit=100)
     return list(_match("", template, saved, exact=exact))
 
 

@@ -235,7 +235,7 @@ class Mending:
             return
         # A rule may be none for the code that runs: then it is not tried.
         with contextlib.suppress(Exception):
-            _, self._exact = self._gradient_under(PolicyMap("float32"), replay_in_float32)(self._loss_scale)
+            _, self._exact = self._gradient_under(PolicyMap("float32"), replay_in_float32)(1.0)
             if not all(np.isfinite(g).all() for g in self._exact):
                 return
             wide = grad_in_float32(own)

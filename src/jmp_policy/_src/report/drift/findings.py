@@ -23,9 +23,6 @@ _SHORT_NAMES = {OUTPUTS: "outputs", ACTIVATION_GRADIENTS: "cotangents", PARAMETE
 #: Random errors of one rounding each are normal up to so many standard deviations.
 NORMAL = 2.0
 
-#: Without a line of this share of the squares, half of the error is left.
-_MOST = 0.75
-
 #: From this error on a verdict says that it is large, also where it is normal.
 _LARGE = 0.1
 
@@ -247,7 +244,7 @@ class Drift(Report):
         if not self.is_loss or not self.error:
             return False
         most = max((row.share for row in self.rows), default=0)
-        by_one_line = self.error >= WORTH_A_RULE and most > _MOST
+        by_one_line = self.error >= WORTH_A_RULE and most > 0.5
         return not self._is_rounding or self.error >= _LARGE or by_one_line
 
     @property

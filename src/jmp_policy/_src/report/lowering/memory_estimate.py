@@ -1,10 +1,10 @@
 """Estimates the memory of mixed precision from a jaxpr alone, as guides to mixed precision count it.
 
-A half copy of each parameter that is cast, a gradient for each one that is trained, and the activations: what
-the forward pass computes and the backward pass reads. As compilers do, only what is costly to compute is
-kept: products, reductions, random numbers. What follows from them element by element is computed again
-where it is read, and a value takes the widest form in which the backward pass reads it, which is 8 bits for
-float8 products.
+A half copy of each parameter that is cast, a gradient for each one of whose shape there is a new result, and
+the activations: what the forward pass computes and the backward pass reads. As compilers do, only what is
+costly to compute is kept: products, reductions, random numbers. What follows from them element by element is
+computed again where it is read, and a value takes the widest form in which the backward pass reads it, which
+is 8 bits for float8 products.
 
 Bytes are those on one device. A jaxpr has the shapes of all devices together, but inside a `shard_map`: what
 is computed outside of one is taken to be divided as the inputs are.
@@ -89,10 +89,12 @@ class _Accounting:
         found["half copies"] = sum(self._copies.values())
         found["activations"] = sum(made.elements * min(w, made.width) for made, w in self._kept.items())
         # What is trained comes out as another value: its gradient, or the parameter after the step.
-        new = {_shape(atom) for atom, v in zip(opened.outvars, results, strict=True) if v.argument is None}
+        pairs = zip(opened.outvars, results, strict=True)
+        new = Counter(_shape(atom) for atom, v in pairs if v.argument is None and self._has_backward)
         for var, role, count in zip(opened.invars, roles, parts, strict=True):
-            is_trained = self._has_backward and role == "parameters" and _shape(var) in new
-            found["gradients"] += is_trained * _size(var) // count
+            if role == "parameters" and new[_shape(var)]:
+                new[_shape(var)] -= 1
+                found["gradients"] += _size(var) // count
         found["results"] = self._results(opened, results, donated)
         self.bytes = found
 

@@ -2,8 +2,8 @@
 
 Which products a recipe may have is known when it is traced: the policy with the recipe everywhere is asked.
 If its gradient is off by more than the budget, one gradient per module with such products is computed, with
-the recipe in that module alone. Errors of modules are taken to be independent, as in `sensitivity`, so that
-their squares add up::
+the recipe in that module alone. Errors of modules are taken to be independent, so that their squares
+add up::
 
     error**2 = (without the recipe)**2 + sum of (what a module adds)**2
 

@@ -47,8 +47,7 @@ class Recommendation(Report):
       loss_scale: the loss scale to start with; none is needed for bfloat16.
       rows: the default and every rule, with the reason.
       budget: relative error of the gradient that was allowed.
-      predicted: that of the policy, as `sensitivity` predicts it; nan where modules were not looked at one by
-        one, since everything fits, float32 weight gradients are enough, or products alone are in half.
+      predicted: that of the policy, as `sensitivity` predicts it; nan where no modules were chosen by that.
       measured: that of the policy, as one run of it on this machine gave it; infinite where it overflows.
       half_share: share of the FLOPs of matrix products whose operands have 16 bits or fewer; nan without
         products.
@@ -174,7 +173,7 @@ def recommend(
       target: name of a card ("H100"), for the predicted speed and memory there.
       dtype: "float16" or "bfloat16". Left out, float16, unless more can be in half in bfloat16.
       batches: further values of `args`, of the same shapes.
-      probes: without effect since 0.2.0, and gone in 0.3.0.
+      probes: without effect.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
       recipe: a float8 recipe, "fp8_current" say. Products that suit it follow it where the budget allows,
         and with `target=` only where that gains there; all else is as without it.

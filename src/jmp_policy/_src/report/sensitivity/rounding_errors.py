@@ -6,9 +6,9 @@ g in the backward pass::
     def tap(x, sink): return rounded(x) if sink.on else x
     backward pass:    g arrives; it is rounded if sink.on; counts leave as the cotangent of the sink
 
-There is one sink per module. Whether it is on is an argument of the program, which is compiled once: a module
-takes one more gradient. Taps have no callbacks, so they work under jit, in scans, under checkpoint and on
-several devices; what belongs to one sink adds up.
+A module has two sinks: of what it makes, and of what enters and leaves it. Whether one is on is an argument
+of the program, which is compiled once: a module takes one more gradient. Taps have no callbacks, so they work
+under jit, in scans, under checkpoint and on several devices; what belongs to one sink adds up.
 """
 
 import functools
@@ -57,7 +57,7 @@ def _rounded_if(on: Any, x: Any, half: Any) -> Any:
 
 
 class Tap(NamedTuple):
-    """Sink that rounds a value and its cotangent, if it is on, and counts what rounding does to them.
+    """Rounds a value and its cotangent, if it is on, or counts what rounding would do to them.
 
     It is an argument of the compiled program, so that one program gives the gradient with the rounding of any
     choice of modules. The cotangent of `numbers` holds what `STATISTICS` names.
@@ -65,7 +65,7 @@ class Tap(NamedTuple):
     Args:
       on: whether they are rounded; boolean scalar.
       scale: what cotangents are multiplied by before they are rounded; float32 scalar.
-      numbers: float32, one per statistic.
+      numbers: float32, one per statistic; None if nothing is counted.
     """
 
     on: Any
@@ -82,7 +82,7 @@ class Tap(NamedTuple):
                 part = jax.sharding.reshard(part, jax.NamedSharding(mesh, jax.P()))
             return varying_like(part, x)
 
-        return Tap(*map(moved, self))
+        return jax.tree.map(moved, self)
 
     def rounded(self, x: jax.Array, dtype: str) -> Any:
         """The value in half, and what is counted of it."""
@@ -90,11 +90,14 @@ class Tap(NamedTuple):
         return self.computed(x, _rounded(x, dtype), x)
 
     def computed(self, x: jax.Array, half: jax.Array, exact: jax.Array) -> Any:
-        """The same of what an operation gives in half and in float32, of rounded operands."""
-        return jnp.where(jnp.isfinite(half), x + (half - exact), half), *_counted_rounding(half, exact)
+        """The value with the error that an operation makes in half, and what is counted of it."""
+        value = jnp.where(jnp.isfinite(half), x + (half - exact), half)
+        return (value,) if self.numbers is None else (value, *_counted_rounding(half, exact))
 
     def of_derivative(self, x: jax.Array, derivative: jax.Array, dtype: str) -> Any:
         """What is counted of an operand whose cotangent is multiplied by a number in half."""
+        if self.numbers is None:
+            return (x,)
         _, (overflow, underflow), is_low = self.rounded(jnp.abs(derivative), dtype)
         return x, (overflow, jnp.zeros_like(underflow)), is_low
 
@@ -104,14 +107,14 @@ class Tap(NamedTuple):
 
     def backward(self, which: Which, rounded: Any, g: jax.Array) -> Any:
         """The cotangent, rounded or not, and the statistics of both."""
-        numbers = _counted(which, rounded, self.scale, g)
+        numbers = None if self.numbers is None else _counted(which, rounded, self.scale, g)
         if which.cotangent:
             g = _rounded_if(self.on, g, _rounded(g, which.dtype, self.scale))
         return g, Tap(None, None, numbers)
 
     def of_sum(self, exact: jax.Array, half: jax.Array, dtype: str) -> Any:
         """The sum, in half or not, and its statistics."""
-        _, found = self.backward(Which(False, True, dtype), None, exact)
+        _, found = self.backward(Which(False, True, dtype), (), exact)
         return jnp.where(self.on, half, exact), found
 
     def of_rule(self, exact: jax.Array, error: jax.Array) -> jax.Array:
@@ -149,7 +152,7 @@ class Effect(NamedTuple):
     """What rounding to half does.
 
     Args:
-      gradient, loss: squares of their relative errors, in the mean.
+      gradient, loss: squares of their relative errors, in the mean; 0 where they were not measured.
       overflow, underflow: number of values that become infinite and zero.
       gradient_overflow, gradient_underflow: the same of cotangents times the loss scale.
     """
@@ -178,7 +181,7 @@ class Effects(NamedTuple):
       dtype: "float16" or "bfloat16".
       loss_scale: what the cotangents were multiplied by.
       modules: those of the model, by the names that lead to them.
-      own: of what a module rounds, whatever other modules do.
+      own: of what a module rounds, if all others compute in float32.
       alone: of the extra rounding of what enters and leaves it, if all others compute in float32.
       largest: the largest cotangent in a module, at a loss scale of 1; 0.0 in bfloat16.
     """
@@ -217,41 +220,49 @@ def loss_scale_for(largest: Iterable[float]) -> float:
 class AppliedRounding:
     """What rounding does, and errors of the loss and its gradient for any choice of modules that round.
 
-    One program, compiled once.
+    Two programs, compiled once: one counts, and one rounds.
 
     Args:
       traced: the loss.
 
     Attributes:
       effects: counts, in a backward pass at the loss scale that suits the model.
-      is_finite: whether the loss and its gradient are, where nothing is rounded.
     """
 
     def __init__(self, traced: TracedLoss):
-        self._traced, self._off = traced, [False] * len(traced.sinks)
-        runs = len(traced.batches) * len(traced.groups)
+        runs, counts = len(traced.batches) * len(traced.groups), compiled_quickly(self._counts, 2)
         self._run, self._squares = compiled_quickly(self._gradient, runs), compiled_quickly(_squares, runs)
+        self._traced = traced
         # bfloat16 has float32's range.
         self._scale, largest = 1.0, dict.fromkeys(traced.groups, 0.0)
+        progress.step(f"counting what rounding does in {traced.dtype}")
         if traced.dtype == "float16":
-            first, _ = self._run(self._off, 1.0, traced.batches[0])
+            first = counts(1.0, traced.batches[0])
             largest = {g: max(float(first[Sink(g, which)][-1]) for which in (False, True)) for g in largest}
             self._scale = loss_scale_for(largest.values())
-        (seen, *_), self._exact = zip(
-            *(self._run(self._off, self._scale, x) for x in traced.batches), strict=True
-        )
-        self.is_finite = all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(self._exact))
+        seen = jax.device_get(counts(self._scale, traced.batches[0]))
         own, alone = (
             {g: Effect(0.0, 0.0, *map(int, seen[Sink(g, which)][:-1])) for g in traced.groups}
             for which in (False, True)
         )
         self.effects = Effects(traced.name, traced.dtype, self._scale, traced.modules, own, alone, largest)
 
+    @functools.cached_property
+    def _exact(self) -> list[Any]:
+        """The loss and its gradient for each batch, where nothing is rounded."""
+        off = [False] * len(self._traced.sinks)
+        return [self._run(off, self._scale, arrays) for arrays in self._traced.batches]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and its gradient are, where nothing is rounded."""
+        return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(self._exact))
+
     def __call__(self, sinks: Iterable[Sink]) -> tuple[float, float]:
         """The squares of the relative errors of gradient and loss, as means over the batches."""
         on = list(map(set(sinks).__contains__, self._traced.sinks))
         squares = [
-            jax.device_get(self._squares(self._run(on, self._scale, arrays)[1], exact))
+            jax.device_get(self._squares(self._run(on, self._scale, arrays), exact))
             for arrays, exact in zip(self._traced.batches, self._exact, strict=True)
         ]
         mean = np.mean(squares, axis=0, dtype=np.float64)
@@ -271,19 +282,20 @@ class AppliedRounding:
             own[group] = effect._replace(gradient=gradient, loss=loss)
         return self.effects._replace(own=own)
 
-    def _gradient(self, on: Any, scale: Any, arrays: Sequence[Any]) -> Any:
-        """The statistics by sink, and the loss with its gradient."""
+    def _counts(self, scale: Any, arrays: Sequence[Any]) -> Any:
+        """The statistics by sink: their cotangents in a backward pass."""
         traced, zeros = self._traced, jnp.zeros(len(STATISTICS), jnp.float32)
 
-        def run(numbers: Any, params: Any) -> Any:
-            taps = {
-                sink: Tap(is_on, scale, numbers[sink]) for sink, is_on in zip(traced.sinks, on, strict=True)
-            }
-            return traced.run(taps, params, arrays)
+        def run(numbers: Any) -> Any:
+            taps = {sink: Tap(jnp.bool_(False), jnp.float32(scale), numbers[sink]) for sink in traced.sinks}
+            return traced.run(taps, traced.params(arrays), arrays)
 
-        gradient = jax.value_and_grad(run, (0, 1))
-        loss, (numbers, grads) = gradient(dict.fromkeys(traced.sinks, zeros), traced.params(arrays))
-        return numbers, (loss, grads)
+        return jax.grad(run)(dict.fromkeys(traced.sinks, zeros))
+
+    def _gradient(self, on: Any, scale: Any, arrays: Sequence[Any]) -> Any:
+        traced = self._traced
+        taps = {sink: Tap(is_on, scale, None) for sink, is_on in zip(traced.sinks, on, strict=True)}
+        return jax.value_and_grad(traced.run, 1)(taps, traced.params(arrays), arrays)
 
 
 def _squares(found: Any, exact: Any) -> Any:

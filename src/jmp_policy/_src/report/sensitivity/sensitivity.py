@@ -113,6 +113,7 @@ def sensitivity(
     dtype: DTypeLike = "float16",
     batches: Sequence[tuple[Any, ...]] = (),
     probes: int | None = None,
+    measure: bool | None = None,
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Sensitivity:
@@ -131,7 +132,7 @@ def sensitivity(
         Without any, a row for each module, with everything below it.
       dtype: "float16" or "bfloat16".
       batches: further values of `args`, of the same shapes; errors are the mean over all batches.
-      probes: without effect since 0.2.0, and gone in 0.3.0.
+      probes, measure: without effect; every row is measured.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
@@ -206,7 +207,6 @@ def _row(found: Effects, name: str, tops: Sequence[str], applied: AppliedRoundin
     groups = [group for group in found.own if any(is_below(group, top) for top in tops)]
     parts = [found.own[group] for group in groups] + [found.alone[top] for top in tops if top in found.alone]
     effect = sum(parts, Effect())
-    if math.isfinite(effect.error):
-        gradient, loss = applied.of_modules(groups)
-        effect = effect._replace(gradient=gradient, loss=loss)
+    gradient, loss = applied.of_modules(groups)
+    effect = effect._replace(gradient=gradient, loss=loss)
     return SensitivityRow(name, effect.error, effect.loss**0.5, *effect[2:])

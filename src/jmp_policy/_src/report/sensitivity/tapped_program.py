@@ -46,7 +46,7 @@ _EXACT, _EXACT_TRANSPOSE = HAVING[Trait.EXACT], HAVING[Trait.EXACT_TRANSPOSE]
 
 
 class Which(NamedTuple):
-    """Which errors a tap counts.
+    """What a tap rounds and counts.
 
     Args:
       value: those of the value.
@@ -104,7 +104,7 @@ def tap_sum(transposable: Callable[..., Any], dtype: str, x: Any, others: Any, s
       dtype: "float16" or "bfloat16".
       x: its operand.
       others: further operands, of which there are no derivatives: places to look up.
-      sink: what counts or rounds.
+      sink: what rounds and counts.
     """
     return transposable(x, *others)
 
@@ -137,7 +137,7 @@ def tap_rule(exact: Callable[..., Any], half: Callable[..., Any], dtype: str, ar
       half: the same in half, of float32 arrays and with such results.
       dtype: "float16" or "bfloat16".
       arrays: its operands.
-      sinks: what counts or rounds, for each of them.
+      sinks: what rounds and counts, for each of them.
     """
     return exact(*arrays)
 
@@ -207,8 +207,8 @@ class TappedProgram(Interpreter):
     Args:
       group_of: function from the names of the scopes around an operation to what its rounding counts for;
         None for what is not asked about.
-      sinks: what is done where the program would round, by what it counts for: `Counter`s count, `Switch`es
-        round. Without any nothing is done.
+      sinks: what rounds and counts where the program would round, by what it counts for. Without any nothing
+        is done.
       dtype: "float16" or "bfloat16".
       written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
     """

@@ -290,8 +290,11 @@ def _traced_taps(function: Function) -> list[str]:
     taps, trained = tapping.Taps(histogram.count), function.trained()
 
     def traced(arrays: Sequence[Any]) -> Any:
-        params = [arrays[i] for i in trained]
-        return jax.vjp(lambda params: function.of_params(params, arrays), params)[0]
+        def run(params: Any) -> tuple[()]:
+            function.of_params(params, arrays)
+            return ()  # What is beside the loss may be no array.
+
+        return jax.vjp(run, [arrays[i] for i in trained])[0]
 
     with tapping.watching_modules(taps):
         jax.eval_shape(traced, function.arrays)
