@@ -1119,6 +1119,26 @@ def test_what_is_measured_quickly_is_measured_again_where_it_must_be():
     assert not run(True, jnp.float32(1), X.at[0, 0].set(1e6))[1]
 
 
+def test_what_a_mask_makes_infinite_is_measured_quickly_too():
+    def gradients(x):
+        def loss_fn(w):
+            rows = jnp.square((x.astype(HALF) @ w.astype(HALF)).astype(jnp.float32)).sum(-1)
+            hardest = jnp.sort(jnp.where(rows > rows.mean(), -jnp.inf, rows))[-2:]
+            return hardest.sum()
+
+        return jax.value_and_grad(loss_fn)(W)
+
+    jaxpr = jax.make_jaxpr(gradients)(X)
+    runs = {}
+    for quick in (True, False):
+        comparison = Comparison(jaxpr, True, quick=quick)
+        runs[quick] = compared, measured, *_ = jax.device_get(jax.jit(comparison)((X,)))
+        assert comparison.is_reliable(compared, measured)
+    assert not any(np.isinf(at.exact).any() for at in runs[True][1].values() if at.exact is not None)
+    for quick, slow in zip(runs[True][0], runs[False][0], strict=True):
+        assert list(map(float, quick)) == pytest.approx(list(map(float, slow)), rel=1e-5)
+
+
 def test_what_is_multiplied_in_one_line_has_the_error_of_each_factor():
     times = jnp.linspace(0.3, 1, 64)[:, None]
 
@@ -1848,12 +1868,15 @@ def test_rules_are_tried_for_a_small_error_where_one_line_has_more_than_half_of_
     found = jmpp.drift(loss_fn, W)
     assert found.is_normal
 
-    def is_worth(error, share):
+    def is_worth(error, share, turned=0.0):
         first, *others = found.rows
         rows = dataclasses.replace(first, share=share), *(dataclasses.replace(row, share=0) for row in others)
         # Expected of many roundings, so that it is a normal error.
-        return dataclasses.replace(found, error=error, expected=error, rows=rows).is_worth_a_rule
+        changed = dataclasses.replace(found, error=error, expected=error, rows=rows, turned=turned)
+        return changed.is_worth_a_rule
 
     assert [is_worth(0.03, share) for share in (0.4, 0.5, 0.51, 1)] == [False, False, True, True]
     assert not is_worth(0.01, 1)
     assert is_worth(0.2, 0.5)
+    # Where rounding turns decisions shares are rough, and no line is known to have so much.
+    assert not is_worth(0.03, 1, turned=0.9)

@@ -47,6 +47,7 @@ class TwinEvaluation(Interpreter):
       written: of half constants that are other numbers in the source, those numbers, as of `LostConstants`.
       cast: of casts of arguments to half, the argument, as of `_uses_of_arguments`.
       masked: the equations whose results a softmax may hide, as of `_masked_by_softmax`.
+      has_infinite: whether an infinite number stands in the program.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class TwinEvaluation(Interpreter):
         written: Mapping[tuple[int, int], float],
         cast: Mapping[int, int | None],
         masked: Set[int],
+        has_infinite: bool,
     ):
-        self.recorder, self._cast, self._written, self._masked = recorder, cast, written, masked
+        self.recorder, self._cast, self._written = recorder, cast, written
+        self._masked, self._has_infinite = masked, has_infinite
 
     def at(self, eqn: Any, around: Site) -> Site:
         """The site of an operation."""
@@ -180,8 +183,11 @@ class TwinEvaluation(Interpreter):
         dtype, adds = _computed_in(eqn, var), name in _ADDS
         node = Node(site, name, dtype, terms, sources, rounds, adds, note, argument)
         seen = half, wide, exact
-        if id(eqn) in self._masked and jnp.issubdtype(dtype, jnp.floating):
-            seen = tuple(jnp.where(exact < _MASKED, 0, value) for value in seen)
+        is_masked = id(eqn) in self._masked
+        if (is_masked or (self._has_infinite and name in _PASSING)) and jnp.issubdtype(dtype, jnp.floating):
+            # What is infinite in both runs, as a mask is, has no error; a plain subtraction gives NaN.
+            hidden = exact < _MASKED if is_masked else jnp.isinf(exact) & (half == exact)
+            seen = tuple(jnp.where(hidden, 0, value) for value in seen)
         return Twin(half, exact, self.recorder.add(node, *seen, lost=lost, operands=twins))
 
 
@@ -238,6 +244,7 @@ _MASKED = -1e3
 
 _VIEWS = HAVING[Trait.VIEW] - {"reduce_precision"}
 _ADDITIONS = HAVING[Trait.ADDITION]
+_PASSING = _EXACT | _VIEWS | _ADDITIONS
 
 
 class Compared(NamedTuple):
@@ -334,6 +341,12 @@ def _masked_by_softmax(seen: Walk) -> set[int]:
     return masked
 
 
+def _is_infinite(eqn: Any) -> bool:
+    """Whether an infinite number stands in an equation."""
+    numbers = (atom for atom in eqn.invars if isinstance(atom, compat.Literal))
+    return any(jnp.issubdtype(ir.dtype_of(a), jnp.floating) and np.isinf(float(a.val)) for a in numbers)
+
+
 class Comparison:
     """The two runs of a program as a function of its arguments.
 
@@ -362,6 +375,7 @@ class Comparison:
         seen = Walk(jaxpr)
         self._cast, updated = _uses_of_arguments(seen, [aval.dtype for aval in types])
         self._masked = _masked_by_softmax(seen)
+        self._has_infinite = any(map(_is_infinite, ir.equations(jaxpr)))
         halves = [is_half(ir.dtype_of(var)) for var in open_jaxpr(jaxpr).outvars]
         self._updated = {i: of for i, of in updated.items() if halves[i]}
         self.nodes: list[Node] = []
@@ -401,7 +415,7 @@ class Comparison:
 
     def _run(self, arrays: Sequence[Any]) -> tuple[list[Twin], dict[int, Measured]]:
         recorder = Recorder(self._measures, self._errors)
-        evaluation = TwinEvaluation(recorder, self._written, self._cast, self._masked)
+        evaluation = TwinEvaluation(recorder, self._written, self._cast, self._masked, self._has_infinite)
         outs = evaluation.run(self._jaxpr, [same(array) for array in arrays], Site())
         self.nodes, self.results = recorder.nodes, [twin.node for twin in outs]
         used = _used(self.nodes, self.results)

@@ -244,7 +244,8 @@ class Drift(Report):
         if not self.is_loss or not self.error:
             return False
         most = max((row.share for row in self.rows), default=0)
-        by_one_line = self.error >= WORTH_A_RULE and most > 0.5
+        # Shares are rough where rounding turns decisions: then no line is known to be the one.
+        by_one_line = self.error >= WORTH_A_RULE and most > 0.5 and self.turned < _DECIDING
         return not self._is_rounding or self.error >= _LARGE or by_one_line
 
     @property
