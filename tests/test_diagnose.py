@@ -530,6 +530,19 @@ class Decaying(nn.Module):
         return nn.Dense(8, name="out")(Decay(0.9999, name="decay")(nn.Dense(8, name="in")(x)))
 
 
+class DecayingTwice(nn.Module):
+    last: type = Written
+
+    @nn.compact
+    def __call__(self, x):
+        x = Written(name="first")(nn.Dense(8, name="in")(x))
+        return nn.Dense(8, name="out")(self.last(name="last")(nn.Dense(8, name="mid")(x)))
+
+
+class OtherwiseWritten(Written):
+    """Runs the same line."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("report", [diagnose, jmpp.drift])
 def test_a_rule_that_keeps_constants_is_advised(report):
@@ -544,6 +557,23 @@ def test_a_rule_that_keeps_constants_is_advised(report):
     assert not report(mended, params, X).constants
     # Of a whole step no rules are tried.
     assert not report(lambda params: [loss(params, X)], params).rule
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("report", [diagnose, jmpp.drift])
+@pytest.mark.parametrize(
+    ("last", "rule"),
+    [(Written, {Written: "float32"}), (OtherwiseWritten, {"first": "float32", "last": "float32"})],
+)
+def test_the_rule_is_for_all_modules_that_run_the_line_of_a_constant(report, last, rule):
+    loss, params = of_linen(DecayingTwice(last))
+    found = report(loss, params, X)
+    (constant,) = found.constants
+    assert (constant.path, constant.others) == ("DecayingTwice/first", ("DecayingTwice/last",))
+    assert ") and 1 more module" in " ".join(found.verdict.split())
+    assert dict(found.rule) == rule
+    mended, _ = of_linen(DecayingTwice(last), jmpp.PolicyMap("mixed_float16", found.rule))
+    assert not report(mended, params, X).constants
 
 
 @pytest.mark.slow

@@ -33,16 +33,24 @@ class LostConstant(PlacedOperation):
       written: what the source says ("/ 100000"), or the number that was cast.
       becomes: "inf", "-inf", "0", or of a factor or bound "1"; of a divisor "inf" where its
         reciprocal is infinite.
+      others: paths of further modules that run the same line, such as equal layers.
     """
 
     dtype: str
     written: str
     becomes: str
+    others: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """Describes it in one phrase: "'/ 100000' is inf in float16, in loss.py:12"."""
-        return f"{self.written!r} is {self.becomes} in {self.dtype}, in {self.place}"
+        return f"{self.written!r} is {self.becomes} in {self.dtype}, in {self.place}{self.and_others}"
+
+    @property
+    def and_others(self) -> str:
+        """Says in how many further modules it is: " and 3 more modules"; "" without any."""
+        count = len(self.others)
+        return f" and {count} more module{'s' * (count > 1)}" * bool(count)
 
 
 @contextlib.contextmanager
@@ -133,7 +141,10 @@ OF_MASK = (
 
 def table(constants: Sequence[LostConstant]) -> Table:
     """Makes the table of lost constants."""
-    rows = [(c.written, c.becomes, c.dtype, c.operation, c.path, c.line, c.direction) for c in constants]
+    rows = [
+        (c.written, c.becomes, c.dtype, c.operation, f"{c.path}{c.and_others}", c.line, c.direction)
+        for c in constants
+    ]
     columns = ("constant", "becomes", "in", "read by", "module", "line", "pass")
     return Table(columns, rows, "Constants that half precision makes infinite, zero or one")
 
@@ -195,7 +206,7 @@ class LostConstants:
                 self.numbers[eqn, place] = number
 
     def found(self) -> tuple[LostConstant, ...]:
-        """What was found, each place once."""
+        """What was found, each line once."""
         return tuple(self._found.values())
 
     def _see(self, eqn: Any, site: Site, operands: Sequence[ValueInfo], results: Sequence[ValueInfo]) -> None:
@@ -294,7 +305,9 @@ class LostConstants:
         with contextlib.suppress(ValueError):
             what = float(what)
         key = (found.line, found.dtype, found.becomes, what)
-        self._found.setdefault(key, found)
+        known = self._found.setdefault(key, found)
+        if not found.backward and found.path not in (known.path, *known.others):
+            self._found[key] = dataclasses.replace(known, others=(*known.others, found.path))
 
 
 def lost_constants_of(jaxpr: Any, program: Callable[..., Any], arrays: Sequence[Any]) -> LostConstants:

@@ -216,7 +216,7 @@ class Mending:
     def keeping(self, constants: Sequence[lost_constants.LostConstant]) -> Tried | None:
         """The rule under which a trace shows no lost constants; None without one."""
         own = self._rules() if constants else None
-        rule = _together(self._named(constant.path for constant in constants)) if own is not None else {}
+        rule = {} if own is None else self._of_all([path for c in constants for path in (c.path, *c.others)])
         if own is None or not rule:
             return None
         policy = _with_rule(own, rule)
@@ -304,6 +304,15 @@ class Mending:
         if default.compute_dtype == jnp.float16:
             overrides = [(pattern, _in_bfloat16(policy)) for pattern, policy in own.overrides]
             yield {}, dataclasses.replace(own, default=_in_bfloat16(default), overrides=overrides)
+
+    def _of_all(self, paths: Sequence[str]) -> dict[Pattern, str]:
+        """One rule for the modules that a report's paths lead to: for their class, if they are all of it."""
+        named = self._named(paths)
+        kinds = {path.partition("/")[2]: kind for path, kind in self._paths.items()}
+        for kind in {kinds.get(path) for path in named[1:]}:
+            if kind is not None and {path for path, other in kinds.items() if other is kind} == {*named}:
+                return {kind: "float32"}
+        return _together(named)
 
     def _named(self, paths: Iterable[str]) -> list[str]:
         """The modules that a report's paths lead to, the model aside."""
