@@ -541,6 +541,28 @@ def test_operations_still_in_half_are_listed(name, half):
     assert not jmpp.audit(with_scope, array(8, 16, dtype=F32)).half_operations
 
 
+@pytest.mark.parametrize(
+    "layer", [nnx.Linear, nnx.LinearGeneral, lambda n, m, rngs: nnx.Conv(n, m, (3,), rngs=rngs)]
+)
+def test_an_nnx_layer_under_a_rule_in_float32_is_no_silent_upcast(layer):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.body, self.head = nnx.Linear(8, 8, rngs=rngs), layer(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.body(x))
+
+    def loss(model, x):
+        return squares(model(x))
+
+    rules = jmpp.PolicyMap("mixed_float16", {"head": "float32"})
+    model = jmpp.wrap(Net(nnx.Rngs(0)), rules)
+    found = jmpp.audit(loss, model, array(4, 16, 8))
+    assert not found.upcasts
+    assert "1 product in float32: Net/head (" in found.verdict
+    assert "), cast to float32 there." in found.verdict
+
+
 def test_a_softmax_in_half_is_listed():
     found = jmpp.audit(lambda x: jax.nn.softmax(x), BATCH)
     assert "exp" in {h.operation for h in found.half_operations}
@@ -568,6 +590,16 @@ def test_gradients_of_convolutions_take_the_flops_of_the_forward_pass(stride, di
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )  # fmt: skip
         assert product.flops == jax.jit(linear).lower(*plain).cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("stride", [1, 2, 4])
+def test_gradients_of_transposed_convolutions_take_the_flops_of_the_forward_pass(stride):
+    def up(params):
+        return squares(lax.conv_transpose(*params, (stride, stride), "SAME"))
+
+    args = array(2, 8, 8, 16), array(stride, stride, 16, 8)
+    products = jmpp.audit(up, args, grad=True).products
+    assert [p.flops for p in products] == [2 * (2 * 8 * 8) * 16 * 8 * stride**2] * 3
 
 
 class WithEpsilon:

@@ -1283,6 +1283,9 @@ def test_a_masks_number_that_half_makes_infinite_is_an_overflow(name):
     found = diagnose(attend(MASKS[name]), jnp.ones((2, 2)))
     assert (found.kind, found.constant.becomes) == ("overflow", "-inf")
     assert float(found.constant.written.removeprefix("*").removeprefix("+")) == -1e9
+    if name == "product":
+        assert [operand.infinite for operand in found.operands] == [False, True]
+        assert " 0 and inf" in str(found)
     assert "not finite in float32 either" not in found.verdict
     assert "jnp.finfo(x.dtype).min / 2" in found.advice
 
@@ -1720,6 +1723,7 @@ def test_as_data():
     assert data["path"] == "LinenDeep/layer_2"
     assert data["operands"][1] == {
         "name": "params/layer_2/kernel", "dtype": "float16", "shape": [8, 8], "largest": 100.0,
+        "infinite": False,
     }  # fmt: skip
     assert found.place == f"LinenDeep/layer_2 ({line_of('linen')})"
     with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign"):

@@ -515,6 +515,7 @@ def test_an_overflow_that_ends_in_finite_numbers_is_named(rows):
     assert found.contributions[0].share > 0.8
     assert found.contributions[0].operation == "integer_pow"
     assert "integer_pow in float16, which overflows" in found.verdict
+    assert ": which overflows" not in " ".join(str(found).split())
     assert found.error_after < 0.002
 
 

@@ -48,11 +48,12 @@ def _of_convolution(eqn: Any) -> Size:
     n = out[numbers.out_spec[1]]
     m = math.prod(out) // max(n, 1)
     batch_groups = eqn.params["batch_group_count"]
-    # The gradient of a convolution without padding, or with strides, is one of more outputs than inputs. The
-    # zeros around and between these are not computed with: each input is multiplied by the kernel once.
-    spatial = zip(numbers.lhs_spec[2:], numbers.out_spec[2:], strict=True)
-    places = math.prod(min(lhs[i], out[j]) for i, j in spatial)
-    flops = 2 * places * out[numbers.out_spec[0]] * n * k
+    # The zeros around inputs, as in a gradient without padding, and between them, as in one with strides, are
+    # not computed with: along an axis each two of an input, an element of the kernel and an output meet once.
+    axes = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    sizes = [(lhs[i], kernel[j], out[o]) for i, j, o in axes]
+    products = math.prod(min(x * w, w * y, x * y) for x, w, y in sizes)
+    flops = 2 * products * out[numbers.out_spec[0]] * n * kernel[numbers.rhs_spec[1]]
     return Size(groups * batch_groups, m, n // (groups * batch_groups), k, flops)
 
 

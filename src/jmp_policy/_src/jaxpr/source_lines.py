@@ -69,15 +69,19 @@ def is_promotion(eqn: Any) -> bool:
     """Whether a conversion was made for a value to meet one of another dtype, not asked for by name.
 
     What jax.numpy promotes counts, and what a layer of Flax without a dtype converts to that of its operands.
-    Flax's normalisation layers, JAX's sums and this library's islands compute in float32 on purpose.
+    Flax's normalisation layers, JAX's sums and this library's islands compute in float32 on purpose, and a
+    layer of NNX in the dtype that its policy gives it (`WithComplex`).
     """
     by_name = False
     for frame in compat.frames(eqn):
         if not frame.file_name.startswith(directory_of("jax")):
-            # The first that is not JAX's own.
+            # The first that is not JAX's own, and not Flax's function for it.
             if frame.file_name in _norm_files() or frame.file_name.startswith(directory_of("jmp_policy")):
                 return False
-            return not by_name or "promote_dtype" in frame.function_name
+            if "promote_dtype" in frame.function_name:
+                by_name = False
+                continue
+            return not by_name
         if frame.file_name in files_of(jax.numpy.sum, jax.numpy.mean):
             return False
         name = _plain(frame.function_name)

@@ -367,8 +367,8 @@ def _forward_inside(step: ReplayedEqn, inner: EagerReplay, forward: set[int]) ->
 
 
 def _operand(replay: EagerReplay, place: int, name: str) -> Operand:
-    array = _array(replay, place)
-    return Operand(name, array["dtype"], array["shape"], replay.ranges[place].largest)
+    array, held = _array(replay, place), replay.ranges[place]
+    return Operand(name, array["dtype"], array["shape"], held.largest, held.infinite)
 
 
 def _array(replay: EagerReplay, place: int) -> dict[str, Any]:

@@ -22,12 +22,14 @@ class Operand:
       name: the argument that it is ("params/head/kernel"), or "".
       dtype, shape: of the array.
       largest: its largest finite magnitude.
+      infinite: whether any number of it is infinite.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     largest: float
+    infinite: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +173,10 @@ class Diagnosis(Report, Placed):
         lost = [lost_constants.table(self.constants)] if self.constants else []
         if not self.operands:
             return lost
-        rows = [(o.name or "(computed)", o.dtype, list(o.shape), f"{o.largest:.4g}") for o in self.operands]
+        rows = [
+            (o.name or "(computed)", o.dtype, list(o.shape), f"{o.largest:.4g}{' and inf' * o.infinite}")
+            for o in self.operands
+        ]
         return [
             Table(("operand", "dtype", "shape", "largest "), rows, f"What {self.operation} was given"),
             *lost,

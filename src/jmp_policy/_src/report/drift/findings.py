@@ -386,7 +386,8 @@ class Drift(Report):
         return [Table(names, cells, "results that are furthest off", most=most)] if worst else []
 
     def _lines(self) -> Sequence[str]:
-        notes = dict.fromkeys(f"{row.place}: {row.note}." for row in self.rows if row.note)
+        noted = (row for row in self.rows if row.note not in ("", OVERFLOWS))
+        notes = dict.fromkeys(f"{row.place}: {row.note}." for row in noted)
         repair, tried = lost_constants.repair(self.constants), trials.tried_text(self.tried)
         return (*notes, *filter(None, [repair, tried]), self.verdict)
 
