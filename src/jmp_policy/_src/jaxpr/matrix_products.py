@@ -49,7 +49,8 @@ def _of_convolution(eqn: Any) -> Size:
     m = math.prod(out) // max(n, 1)
     batch_groups = eqn.params["batch_group_count"]
     # The zeros around inputs, as in a gradient without padding, and between them, as in one with strides, are
-    # not computed with: along an axis each two of an input, an element of the kernel and an output meet once.
+    # not computed with. Along an axis two of these meet at most once: an input, an element of the kernel, and
+    # an output.
     axes = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     sizes = [(lhs[i], kernel[j], out[o]) for i, j, o in axes]
     products = math.prod(min(x * w, w * y, x * y) for x, w, y in sizes)

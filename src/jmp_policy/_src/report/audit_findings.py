@@ -261,7 +261,7 @@ class Audit(Report):
         if not places and any(other.is_half for other in self.products):
             return (
                 ", whose operands were never half: by a rule, in a norm (a float32 island), in a module "
-                "without parameters, of arrays that are no parameters, or outside of what is wrapped"
+                "without parameters, as arrays that are no parameters, or outside of what is wrapped"
             )
         if not places:
             return (

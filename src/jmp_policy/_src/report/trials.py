@@ -309,9 +309,9 @@ class Mending:
         """One rule for the modules that a report's paths lead to: for their class, if they are all of it."""
         named = self._named(paths)
         kinds = {path.partition("/")[2]: kind for path, kind in self._paths.items()}
-        for kind in {kinds.get(path) for path in named[1:]}:
-            if kind is not None and {path for path, other in kinds.items() if other is kind} == {*named}:
-                return {kind: "float32"}
+        of_first = kinds.get(named[0]) if len(named) > 1 else None
+        if of_first is not None and {path for path, kind in kinds.items() if kind is of_first} == {*named}:
+            return {of_first: "float32"}
         return _together(named)
 
     def _named(self, paths: Iterable[str]) -> list[str]:
