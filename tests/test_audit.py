@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import math
+import warnings
 from pathlib import Path
 
 import flax.linen as nn
@@ -1770,3 +1771,43 @@ def test_upcasts_that_reach_products_of_few_terms_alone_are_in_the_verdict():
     found = jmpp.audit(jmpp.wrap(model, "mixed_float16").apply, model.init(jax.random.key(0), x), x)
     assert [upcast.reaches for upcast in found.upcasts] == [()] * 3
     assert "; 3 silent upcasts: Sequential/layers_0 ... layers_2 (" in found.verdict
+
+
+def _scaled(tx):
+    return jmpp.loss_scaled(tx, jmpp.StaticLossScale(2.0))
+
+
+def _frozen(tx):
+    return optax.multi_transform({"train": tx, "freeze": optax.set_to_zero()}, {"w": "freeze", "b": "train"})
+
+
+_WRAPPED = {
+    "plain": (lambda tx: tx, True),
+    "loss_scaled": (_scaled, True),
+    "masters outside": (lambda tx: jmpp.master_weights(_scaled(tx)), False),
+    "masters inside": (lambda tx: _scaled(jmpp.master_weights(tx)), False),
+    "kahan": (lambda tx: jmpp.kahan_summation(_scaled(tx)), False),
+    "frozen": (_frozen, False),
+    "frozen and scaled": (lambda tx: _scaled(_frozen(tx)), False),
+}
+
+
+@pytest.mark.parametrize(("wrapped", "is_found"), _WRAPPED.values(), ids=_WRAPPED)
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 512), ("float16", 4096)])
+def test_parameters_that_are_updated_in_half_are_named(wrapped, is_found, dtype, least):
+    tx = wrapped(optax.adam(1e-3))
+    params = {"w": jnp.ones((16, 8), dtype), "b": jnp.ones(8, jnp.float32)}
+
+    def step(params, state, x):
+        def loss(params):
+            return jnp.mean((x @ params["w"] + params["b"].astype(dtype)).astype(jnp.float32) ** 2)
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The loss is not scaled.
+        found = jmpp.audit(step, params, tx.init(params), jnp.ones((4, 16), dtype))
+    said = f"optax.apply_updates in {dtype} rounds away updates below 1/{least} of a parameter"
+    assert (said in found.verdict) == is_found
+    assert not found.upcasts

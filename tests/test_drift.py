@@ -1881,3 +1881,44 @@ def test_rules_are_tried_for_a_small_error_where_one_line_has_more_than_half_of_
     assert is_worth(0.2, 0.5)
     # Where rounding turns decisions shares are rough, and no line is known to have so much.
     assert not is_worth(0.03, 1, turned=0.9)
+
+
+@pytest.mark.slow
+def test_a_moment_of_zero_gradients_does_not_make_a_step_need_a_wider_dtype():
+    """The bias changes nothing, as before a BatchNorm: what Adam keeps of its gradient is noise."""
+    tx = optax.adam(1e-2)
+
+    def loss(params, x):
+        h = x.astype(HALF) @ params["w"].astype(HALF) + params["b"].astype(HALF)
+        h = h - jnp.mean(h, 0, dtype=jnp.float32).astype(HALF)
+        return jnp.mean((jnp.tanh(h).astype(jnp.float32) - x) ** 2)
+
+    @jax.jit
+    def step(state, x):
+        params, opt_state = state
+        updates, opt_state = tx.update(jax.grad(loss)(params, x), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = {"w": X[:8] / 3, "b": jnp.ones(8)}
+    found = jmpp.drift(step, step((params, tx.init(params)), X), X, grad=False)
+    worst = max(found.results, key=lambda r: r.error)
+    assert worst.name.endswith("/b")
+    assert worst.error > 0.1 < found.error
+    assert "which is normal rounding error." in found.verdict
+    assert "wider dtype" not in found.verdict
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_results_of_a_step_of_modules_have_the_names_of_its_arguments(is_jitted):
+    net = jmpp.wrap(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "mixed_float16")
+    opt = nnx.Optimizer(net, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
+
+    def step(net, opt, x):
+        loss, grads = nnx.value_and_grad(lambda net: jnp.mean(net(x) ** 2))(net)
+        opt.update(net, grads)
+        return loss
+
+    found = jmpp.drift(nnx.jit(step) if is_jitted else step, net, opt, X, grad=False)
+    names = {r.name for r in found.results}
+    assert {"result", "net/kernel", "net/bias", "opt/step", "opt/opt_state/0/trace/kernel"} <= names

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jmp_policy._src.core.classes import imported_attr
 from jmp_policy._src.jaxpr import compat
@@ -49,15 +50,21 @@ def callers(eqn: Any) -> tuple[tuple[str, int], ...]:
     return tuple((f.file_name, f.line_num) for f in compat.frames(eqn) if not f.file_name.startswith(hidden))
 
 
-def is_of_activations(eqn: Any) -> bool:
-    """Whether one of JAX's activation functions does an operation."""
-    return any(frame.file_name in files_of(jax.nn.relu) for frame in compat.frames(eqn))
+def is_in_file_of(eqn: Any, function: Any) -> bool:
+    """Whether a function, or another one of its file, does an operation or calls what does it."""
+    return any(frame.file_name in files_of(function) for frame in compat.frames(eqn))
 
 
 def is_written_in(eqn: Any, package: str) -> bool:
     """Whether an operation stands in a package ("optax"), and not in a function that it was given."""
     directory, found = directory_of(package), callers(eqn)
     return bool(directory and found) and found[0][0].startswith(directory)
+
+
+def is_of_update(eqn: Any) -> bool:
+    """Whether an operation is one of `optax.apply_updates`, which adds updates to parameters."""
+    in_file = (f for f in compat.frames(eqn) if f.file_name in files_of(optax.apply_updates))
+    return any("apply_updates" in frame.function_name for frame in in_file)
 
 
 def is_of_autocast(eqn: Any) -> bool:

@@ -346,7 +346,8 @@ _SERIAL = HAVING[Trait.SCATTER_SUM] | {"scan", "while"}
 
 def _is_harmful(found: HalfOperation) -> bool:
     """Whether what is in half precision loses more than one rounding, so that the verdict names it."""
-    return found.operation in _SERIAL or found.operation in ("convert_element_type", "jax.random")
+    others = ("convert_element_type", "jax.random", "optax.apply_updates")
+    return found.operation in _SERIAL or found.operation in others
 
 
 def _widest(product: Product) -> str:

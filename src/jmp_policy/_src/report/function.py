@@ -50,7 +50,7 @@ class Function(NamedTuple):
       arrays: the arrays among the arguments; may be `ShapeDtypeStruct`s.
       arguments: description of each of them.
       name: name of the function, for messages.
-      has_state: whether `call` returns a pair, as for NNX modules.
+      has_state: whether `call` returns a pair, for NNX modules: the result, and their state by its paths.
       args: the positional arguments; where the function is itself an NNX module, that module first.
     """
 
@@ -141,9 +141,10 @@ class Function(NamedTuple):
         names: list[str] = []
 
         def program(arrays: Sequence[Any]) -> list[Any]:
-            paths = jax.tree_util.tree_leaves_with_path(self.call(arrays))
+            out, state = self.call(arrays) if self.has_state else (self.call(arrays), {})
+            paths = jax.tree_util.tree_leaves_with_path({"result": out} | state)
             kept = [(path, leaf) for path, leaf in paths if is_array(leaf)]
-            names[:] = ["/".join(["result", *map(_key, path)]) for path, _ in kept]
+            names[:] = ["/".join(map(_key, path)) for path, _ in kept]
             return [leaf for _, leaf in kept]
 
         return program, names
@@ -259,7 +260,7 @@ def _of_modules(
 
     def call(arrays: Sequence[Any]) -> Any:
         state = jax.tree.unflatten(structure, arrays[: len(values)])
-        return split.call(fn, state, replaced(split.others, others, arrays[len(values) :]))
+        return split.call(fn, state, replaced(split.others, others, arrays[len(values) :]), names)
 
     arrays = [*values, *(split.others[i] for i in others)]
     return Function(call, arrays, arguments, name, has_state=True, args=tuple(args))

@@ -16,7 +16,7 @@ from jmp_policy._src.core.dtypes import is_floating, is_half
 from jmp_policy._src.core.report_base import Table, joined
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.jaxpr.op_table import HAVING, PYTHON_OPERATORS, Trait
-from jmp_policy._src.jaxpr.source_lines import callers, is_of_activations, is_written_in, written_constants
+from jmp_policy._src.jaxpr.source_lines import callers, is_in_file_of, is_written_in, written_constants
 from jmp_policy._src.jaxpr.walk import Operation, PlacedOperation, Site, ValueInfo, Walk
 from jmp_policy._src.policy.rules import PolicyMap
 from jmp_policy._src.policy.scope import TRIAL
@@ -283,7 +283,7 @@ class LostConstants:
         """The number that an operation reads in float32, with its text."""
         # JAX's own constants are no user's, such as the zeros of derivatives; of an optimizer's decay what it
         # returns shows the loss.
-        is_jaxs = eqn.primitive.name in _CLIPS and is_of_activations(eqn)
+        is_jaxs = eqn.primitive.name in _CLIPS and is_in_file_of(eqn, jax.nn.relu)
         is_derivative = eqn.primitive.name == "select_n" and site.backward and becomes == "0"
         if is_jaxs or is_derivative or (becomes != "0" and is_written_in(eqn, "optax")):
             return []

@@ -140,9 +140,14 @@ class Split:
         self.structure, self.others, nodes = _taken_apart((tuple(args), kwargs))
         self._graph, self.state = nnx.split(nodes)
         self._in_trial = list(map(trial_of, nodes))
+        whole = jax.tree.unflatten(self.structure, self.others)
+        self._gaps = [path for path, leaf in jax.tree_util.tree_leaves_with_path(whole) if leaf is _NODE]
 
-    def call(self, fn: Callable[..., Any], state: Any, others: Any) -> Any:
-        """The function's result with new nodes of a state, and the values of their Variables afterwards."""
+    def call(self, fn: Callable[..., Any], state: Any, others: Any, names: Sequence[str]) -> Any:
+        """The function's result with new nodes of a state, and the values of their Variables afterwards.
+
+        The values by their paths, which start with the names of positional arguments.
+        """
         nodes = nnx.merge(self._graph, state)
         pairs = zip(nodes, self._in_trial, strict=True)
         called = [node if under_trial is None else under_trial(node) for node, under_trial in pairs]
@@ -153,7 +158,17 @@ class Split:
                 stack.enter_context(TRIAL(None))  # Their parts of Linen have those rules already.
             out = fn(*args, **kwargs)
         out = jax.tree.map(_values, out, is_leaf=is_node)
-        return out, [stored_arrays.read(variable) for variable in _variables(nodes)]
+        starts = map(functools.partial(self._start, names=names), range(len(nodes)))
+        return out, {
+            path_text((*start, *path)): stored_arrays.read(variable)
+            for start, node in zip(starts, nodes, strict=True)
+            for path, variable in graph_nodes.variables(node)
+        }
+
+    def _start(self, gap: int, names: Sequence[str]) -> tuple[Any, ...]:
+        """The path of a node among the arguments."""
+        which, position, *above = map(key_of, self._gaps[gap])
+        return (names[position] if which == 0 else position, *above)
 
     def describe(self, names: Sequence[str]) -> Iterator[tuple[str, int | str, bool]]:
         """For each array of the state: its path, its argument, and whether it is trainable.
@@ -161,15 +176,12 @@ class Split:
         Args:
           names: of the positional arguments.
         """
-        whole = jax.tree.unflatten(self.structure, self.others)
-        gaps = [path for path, leaf in jax.tree_util.tree_leaves_with_path(whole) if leaf is _NODE]
         for path, variable in jax.tree_util.tree_leaves_with_path(self.state, is_leaf=is_node):
             gap, *keys = map(key_of, path)
-            which, position, *above = map(key_of, gaps[int(gap)])
-            start = names[position] if which == 0 else position
+            start, position = self._start(int(gap), names), key_of(self._gaps[int(gap)][1])
             for below, array in jax.tree_util.tree_leaves_with_path(variable):
                 trains = isinstance(variable, nnx.Param) and is_floating(array.dtype)
-                yield path_text((start, *above, *keys, *map(key_of, below[1:]))), position, trains
+                yield path_text((*start, *keys, *map(key_of, below[1:]))), position, trains
 
 
 def _values(leaf: Any) -> Any:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jmp_policy._src.core.report_base import joined
 from jmp_policy._src.core.types import PyTree
 from jmp_policy._src.loss_scaling.float16_loss import first_cotangent
 from jmp_policy._src.report import diagnose, progress
@@ -254,10 +255,21 @@ def assert_drift(fn: Callable[..., Any], *args: PyTree, rtol: float, **kwargs: A
     found, _ = _measured(fn, args, **kwargs)
     if found.is_loss and not math.isfinite(found.loss):
         raise AssertionError(f"The loss is {found.loss}, which says nothing of an error. {found.verdict}")
-    if wrong := findings.exceeding_text(found, rtol):
+    if wrong := _exceeding_text(found, rtol):
         raise AssertionError(f"{wrong}. {found.verdict}")
     if findings.loses_unseen(found):
         raise AssertionError(found.verdict)
+
+
+def _exceeding_text(found: Drift, rtol: float) -> str:
+    """Describes what is further off than a bound; "" if nothing is."""
+    of_zero = findings.zero_but_for_rounding(found.results)
+    errors = [(result.name, result.error) for result in found.results if result not in of_zero]
+    if found.is_loss:
+        errors = [("the gradient", found.gradient_error), ("the loss", found.loss_error)]
+    wrong = [f"{name} is off by {error:.3g}" for name, error in errors if not error <= rtol]
+    text = "; ".join(wrong) if found.is_loss else joined(wrong)
+    return f"{text}, and may be by {rtol:.3g}" if wrong else ""
 
 
 def drift_metrics(

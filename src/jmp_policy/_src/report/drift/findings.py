@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -287,10 +288,14 @@ class Drift(Report):
             parts.append(self._of_loss())
         return ". ".join([*parts, *self._losses(), *filter(None, [self._mended()])]) + "."
 
+    @property
+    def _errors(self) -> dict[str, float]:
+        of_zero = zero_but_for_rounding(self.results)
+        return {r.name: r.error for r in self.results if r not in of_zero}
+
     def _most_off(self) -> str:
         """Names the result of several that has most of the error, or those not finite; "" without one."""
-        of_zero = zero_but_for_rounding(self.results)
-        errors = {r.name: r.error for r in self.results if r not in of_zero}
+        errors = self._errors
         if self.is_loss or len(errors) < 2:
             return ""
         if infinite := [name for name, error in errors.items() if not math.isfinite(error)]:
@@ -334,14 +339,16 @@ class Drift(Report):
     def _compared(self) -> str:
         if not math.isfinite(self.error):
             return _ROUNDED
-        if self._is_rounding and self.error >= 1:
-            return ", which rounding alone explains: what is rounded needs a wider dtype"
+        # The parts of a state have units of their own: a moment of zero gradients is noise in any dtype.
+        errors = [error for error in self._errors.values() if error]
+        most = self.error if self.is_loss or not errors else statistics.median(errors)
+        if self._is_rounding and most < _LARGE:
+            return ", which is normal rounding error"
         if self._is_rounding:
-            text = ", which is normal rounding error"
-            return text if self.error < _LARGE else f"{text}, but large: what is rounded needs a wider dtype"
-        if not self.expected:
-            return ""
-        return f", {self.error / self.expected:.3g} times what rounding each operation once would give"
+            how = "rounding alone explains" if most >= 1 else "is normal rounding error, but large"
+            return f", which {how}: what is rounded needs a wider dtype"
+        times = self.expected and self.error / self.expected
+        return f", {times:.3g} times what rounding each operation once would give" if times else ""
 
     def _of_loss(self) -> str:
         if self._not_finite:
@@ -429,17 +436,6 @@ def zero_but_for_rounding(results: Sequence[ResultDrift]) -> list[ResultDrift]:
         return result.norm < _ROUNDING * whole and enough < result.error < math.inf
 
     return list(filter(says_nothing, results))
-
-
-def exceeding_text(found: Drift, rtol: float) -> str:
-    """Describes what is further off than a bound; "" if nothing is."""
-    of_zero = zero_but_for_rounding(found.results)
-    errors = [(result.name, result.error) for result in found.results if result not in of_zero]
-    if found.is_loss:
-        errors = [("the gradient", found.gradient_error), ("the loss", found.loss_error)]
-    wrong = [f"{name} is off by {error:.3g}" for name, error in errors if not error <= rtol]
-    text = "; ".join(wrong) if found.is_loss else joined(wrong)
-    return f"{text}, and may be by {rtol:.3g}" if wrong else ""
 
 
 def loses_unseen(found: Drift) -> bool:
