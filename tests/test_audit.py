@@ -1811,3 +1811,19 @@ def test_parameters_that_are_updated_in_half_are_named(wrapped, is_found, dtype,
     said = f"optax.apply_updates in {dtype} rounds away updates below 1/{least} of a parameter"
     assert (said in found.verdict) == is_found
     assert not found.upcasts
+
+
+def test_a_constant_index_of_two_axes_says_how_many_terms_a_sum_has():
+    """The positions of Swin's windows: 49 x 49 of 169 rows, none of which is read more than 49 times."""
+    at = np.stack(np.meshgrid(np.arange(7), np.arange(7))).reshape(2, -1)
+    index = np.tensordot([13, 1], at[:, :, None] - at[:, None] + 6, 1)
+    assert np.bincount(index.ravel()).max() == 49
+
+    def loss(table, index):
+        return jnp.sum(table.astype(jnp.float16)[index].astype(jnp.float32) ** 2)
+
+    table = jnp.ones((169, 4))
+    found = jmpp.audit(lambda table: loss(table, index), table, grad=True)
+    assert "scatter-add" not in found.verdict
+    found = jmpp.audit(loss, table, jnp.asarray(index), grad=True)
+    assert "scatter-add in float16 adds up to 2401 terms" in found.verdict

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import importlib.metadata
+import inspect
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jmp_policy as jmpp
 from jmp_policy._src.core.targets import GPUS, LAUNCH_SECONDS, TARGETS, find_target, target_of_device
+from jmp_policy._src.flax.linen import interceptor
 from jmp_policy._src.jaxpr import ir
 from jmp_policy._src.report.function import as_function
 from jmp_policy._src.report.lowering import compiler as xla_compiler
@@ -34,7 +36,14 @@ from jmp_policy._src.report.lowering.compiler import (
     exported,
     is_installed,
 )
-from jmp_policy._src.report.lowering.hlo import executed, parse, result_bytes, shape_bytes
+from jmp_policy._src.report.lowering.hlo import (
+    Instruction,
+    Sources,
+    executed,
+    parse,
+    result_bytes,
+    shape_bytes,
+)
 from jmp_policy._src.report.lowering.kernels import Estimate, estimates, kernels_of, module_path
 from jmp_policy._src.report.lowering.lowered import verdict_of
 from jmp_policy._src.report.lowering.lowering import lowering_report
@@ -636,3 +645,27 @@ def test_live_eight_devices_reduce_their_gradients():
         ("all-reduce", "float32", 8),
     }
     assert flops(report.kernels) == 2 * 64 * 256 * (2 * 256 + 3 * 256 + 3 * 128)
+
+
+def test_lines_are_the_users_wherever_the_library_lies():
+    text = f"""HloModule m
+
+FileNames
+1 "/models/mlp.py"
+2 "{inspect.getfile(interceptor)}"
+
+FunctionNames
+1 "call"
+
+FileLocations
+1 {{file_name_id=1 function_name_id=1 line=41 end_line=41 column=1 end_column=2}}
+2 {{file_name_id=2 function_name_id=1 line=110 end_line=110 column=1 end_column=2}}
+
+StackFrames
+1 {{file_location_id=1 parent_frame_id=1}}
+2 {{file_location_id=2 parent_frame_id=2}}
+
+ENTRY main {{
+}}"""
+    line = '%dot = f16[8,8] dot(%a, %b), metadata={op_name="jit(f)/dot" stack_frame_id=2}'
+    assert Sources(text).line(Instruction("dot", "f16[8,8]", "dot", ("a", "b"), line)) == "mlp.py:41"

@@ -756,3 +756,27 @@ def test_rows_that_are_read_within_a_loop_or_a_checkpoint(around):
     found = jmpp.sensitivity(lambda p: jnp.square(model.apply(p, start, x)[0]).mean(), params)
     assert all(0 < row.predicted < 0.01 for row in found.rows)
     assert any(row.path.endswith("Embed_0") for row in found.rows)
+
+
+class Quotient(nn.Module):
+    """Divides by numbers of about 400, whose squares float16 does not have."""
+
+    @nn.compact
+    def __call__(self, x):
+        near = nn.initializers.constant(400.0)
+        return 400 * nn.Dense(16, name="a")(x) / nn.Dense(16, name="b", bias_init=near)(x)
+
+
+@pytest.mark.slow
+def test_a_derivative_that_a_division_loses_counts():
+    x, model = jax.random.normal(jax.random.key(0), (32, 16)), Quotient()
+    params = model.init(jax.random.key(1), x)
+
+    def loss_of(model):
+        return lambda params: jnp.square(model.apply(params, x).astype(jnp.float32) - 1).mean()
+
+    exact, half = (
+        ravel_pytree(jax.grad(loss_of(m))(params))[0] for m in (model, jmpp.wrap(model, "mixed_float16"))
+    )
+    measured = float(jnp.linalg.norm(half - exact) / jnp.linalg.norm(exact))
+    assert jmpp.sensitivity(loss_of(model), params).rows[0].predicted == pytest.approx(measured, rel=0.1)

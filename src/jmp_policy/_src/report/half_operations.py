@@ -63,9 +63,13 @@ def half_sums(operations: Sequence[Operation]) -> Iterator[HalfOperation]:
     def distinct_of(info: ValueInfo) -> int:
         """How many different numbers are known to be among the elements of a value."""
         constant = info.constant
-        if constant is not None and not ir.is_traced(constant) and np.ndim(constant) == 1:
-            return len(np.unique(np.asarray(constant))) if jnp.issubdtype(constant.dtype, jnp.integer) else 1
-        return distinct.get(info.key, 1)
+        if constant is None or ir.is_traced(constant) or not np.ndim(constant):
+            return distinct.get(info.key, 1)
+        if not jnp.issubdtype(constant.dtype, jnp.integer):
+            return 1
+        # Columns, since the last axis may be that of the parts of an index.
+        columns = np.reshape(constant, (-1, 1 if np.ndim(constant) == 1 else np.shape(constant)[-1])).T
+        return max(len(np.unique(column)) for column in columns) if columns.size else 1
 
     for operation in operations:
         (eqn, site, operands, results), name = operation, operation.eqn.primitive.name

@@ -11,8 +11,9 @@ device's: they do not count.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
+
+from jmp_policy._src.jaxpr.jax_sources import directory_of
 
 #: Instructions of a scheduled computation that launch nothing. Every other one counts as one kernel, except
 #: those that run another computation (while, call, conditional), which count as what is inside.
@@ -39,7 +40,7 @@ _FILE = re.compile(r'^(\d+) "(.*)"$', re.M)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.M)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+) parent_frame_id=(\d+)", re.M)
 #: Files whose lines are not the user's: installed packages and this library.
-_LIBRARY = re.compile(r"(?:site|dist)-packages/|^<frozen|^" + re.escape(str(Path(__file__).parent.parent)))
+_LIBRARY = re.compile(r"(?:site|dist)-packages/|^<frozen|^" + re.escape(directory_of("jmp_policy")))
 
 
 class Instruction(NamedTuple):

@@ -101,6 +101,14 @@ class Tap(NamedTuple):
         _, (overflow, underflow), is_low = self.rounded(jnp.abs(derivative), dtype)
         return x, (overflow, jnp.zeros_like(underflow)), is_low
 
+    def without_derivative(self, x: jax.Array, divisor: jax.Array, dtype: str) -> jax.Array:
+        """The value; if it is on, without a derivative where that is divided by a number that half has not.
+
+        JAX computes the derivative of a / b as 1 / (b * b), which float16 makes 0 from a b of 256 on.
+        """
+        is_zero = self.on & jnp.isinf(_rounded(jnp.abs(divisor), dtype))
+        return jnp.where(is_zero, jax.lax.stop_gradient(x), x)
+
     def forward(self, x: jax.Array, rounded: Any) -> jax.Array:
         """The value, rounded or not."""
         return _rounded_if(self.on, x, rounded[0])

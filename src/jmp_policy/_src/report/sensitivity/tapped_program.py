@@ -292,12 +292,14 @@ class TappedProgram(Interpreter):
             return list(map(Tapped, replay_equation(eqn, list(map(self._outside, values)))))
         group = self._group_of(where)
         arrays = [self._operand(value, eqn, place, group) for place, value in enumerate(values)]
-        factor, has_rule = _derivative(eqn, arrays), _has_rule(eqn)
+        factor, has_rule = _derivative(eqn), _has_rule(eqn)
         if factor is not None and self._is_asked(group):
-            sink, (place, derivative) = self._sinks[Sink(group, False)], factor
-            counts = sink.of_derivative(arrays[place], derivative, self._dtype)
-            which = Which(True, False, self._dtype)
-            arrays[place] = tap(which, arrays[place], counts, sink.beside(arrays[place]))
+            place, power = factor
+            sink, x = self._sinks[Sink(group, False)].beside(arrays[place]), arrays[place]
+            counts = sink.of_derivative(x, max(abs(power), 1) * x ** (power - 1), self._dtype)
+            arrays[place] = tap(Which(True, False, self._dtype), x, counts, sink)
+            if power < 0 and isinstance(power, int):
+                arrays[place] = sink.without_derivative(arrays[place], x ** (1 - power), self._dtype)
         if _adds_up_cotangents(eqn) and self._is_asked(group):
             outs = self._summed(eqn, arrays, group)
         elif holds_half(eqn):
@@ -413,8 +415,8 @@ def _in_half(eqn: Any, arrays: Sequence[Any], dtype: str) -> tuple[Sequence[Any]
     return as_traced(eqn, rounded), replay_equation(eqn, rounded)
 
 
-def _derivative(eqn: Any, arrays: Sequence[Any]) -> tuple[int, Any] | None:
-    """An operand, and the number computed of it in half by which its cotangent is multiplied.
+def _derivative(eqn: Any) -> tuple[int, float] | None:
+    """An operand, and to which power it is raised, so that its cotangent is multiplied by a power of it.
 
     Of divisions and powers alone, whose derivative may be infinite where neither values nor cotangents are.
     """
@@ -422,7 +424,7 @@ def _derivative(eqn: Any, arrays: Sequence[Any]) -> tuple[int, Any] | None:
     power = eqn.params["y"] if name == "integer_pow" else _POWERS.get(name)
     if power is None or not _is_half_variable(eqn.invars[place]):
         return None
-    return place, max(abs(power), 1) * arrays[place] ** (power - 1)
+    return place, power
 
 
 def _readers(opened: Any, group_of: Callable[[Any], str | None]) -> dict[Any, list[Any]]:
