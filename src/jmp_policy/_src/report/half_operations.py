@@ -177,23 +177,23 @@ def rounded_parameters(operations: Sequence[Operation]) -> Iterator[HalfOperatio
 
     Updates that are zero, as those of frozen parameters, lose nothing.
     """
-    if any(is_in_file_of(operation.eqn, master_weights) for operation in operations):
-        return
-    widened, zeros = dict[int, Any](), set[int]()
+    widened, zeros, found = dict[int, Any](), set[int](), list[HalfOperation]()
     for eqn, site, operands, results in operations:
-        name, dtypes = eqn.primitive.name, [ir.dtype_of(atom) for atom in (*eqn.invars, *eqn.outvars)]
-        if is_of_update(eqn) and name == "convert_element_type":
+        name, dtypes = eqn.primitive.name, list(map(ir.dtype_of, eqn.invars))
+        if name == "convert_element_type" and is_half(dtypes[0]) and is_of_update(eqn):
             widened[results[0].key] = dtypes[0]
         elif name in _VIEWS or name == "select_n":
             if all(_is_zero(info) or info.key in zeros for info in operands[name == "select_n" :]):
                 zeros.add(results[0].key)
-        elif is_of_update(eqn) and name in _ADDS and not any(info.key in zeros for info in operands):
-            before = [widened.get(info.key, dtype) for info, dtype in zip(operands, dtypes, strict=False)]
+        elif name in _ADDS and not any(info.key in zeros for info in operands):
+            before = [widened.get(info.key, dtype) for info, dtype in zip(operands, dtypes, strict=True)]
             half = next(filter(is_half, before), None)
-            if half is not None:
+            if half is not None and is_of_update(eqn):
                 least = round(4 / float(jnp.finfo(half).eps))
                 why = f"rounds away updates below 1/{least} of a parameter: {_MASTERS}"
-                yield _half_operation("optax.apply_updates", site, half, why)
+                found.append(_half_operation("optax.apply_updates", site, half, why))
+    if found and not any(is_in_file_of(operation.eqn, master_weights) for operation in operations):
+        yield from found
 
 
 def _is_zero(info: ValueInfo) -> bool:
