@@ -112,9 +112,22 @@ def test_small_gradients_are_divided_as_one_vector_per_dtype():
     assert operations(text_for_cpu(lambda s, g: s.unscale(g), scale, grads))[:2] == [0, 0]
 
 
+def test_arrays_of_one_size_are_joined_whatever_their_shape():
+    shapes = [(96, 128), (128, 96), (4, 24, 128), (12288,), (768, 16), (3, 32, 128), (3, 3, 48, 64)]
+    grads = [jnp.ones(shape, jnp.float16) for shape in shapes]
+    text, on_gpu = lowered_for_gpu(jmpp.all_finite, grads)
+    # The rows of those of 12,288 elements, those of the convolution, and all rows.
+    assert text.count("stablehlo.reduce(") == 3
+    assert bool(on_gpu(grads))
+    for i, grad in enumerate(grads):
+        bad = grad.at[(-1,) * grad.ndim].set([jnp.nan, -jnp.inf][i % 2])
+        assert not bool(on_gpu([*grads[:i], bad, *grads[i + 1 :]]))
+
+
 @pytest.mark.slow
 def test_half_gradients_with_three_axes_get_a_barrier_before_they_are_cast():
     shapes = {"heads": (96, 12, 8), "small": (4, 4, 4), "matrix": (96, 96), "conv": (3, 3, 96, 32)}
+    shapes |= {"narrow": (128, 6, 16), "narrow, out": (6, 16, 128)}
     half = draw("float16", "bfloat16", shapes=shapes)
     # Of float32 to begin with.
     others = {"heads float32": jnp.ones((96, 12, 8)), "small float32": jnp.ones((4, 4, 4))}

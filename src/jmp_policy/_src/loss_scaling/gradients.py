@@ -93,7 +93,7 @@ def _by_layers(*arrays: jax.Array, layers: Sequence[int]) -> list[jax.Array]:
 def _jointly(
     rows: Callable[[jax.Array], jax.Array], *arrays: jax.Array, layers: Sequence[int]
 ) -> list[jax.Array]:
-    """Joins arrays of one shape by "and", reduces each shape to rows, and all rows in one last reduction.
+    """Joins arrays of one size by "and", reduces each size to rows, and all rows in one last reduction.
 
     Without this XLA makes a small reduction, on a GPU a kernel, of each array; without the barrier it turns
     the last one back into one for each part. An H100's program (jax 0.12.0.1) of the wrapped encoder of
@@ -101,11 +101,18 @@ def _jointly(
     `one_device` and `one_gpu` out below. Remove when XLA fuses reductions of arrays of several shapes.
     """
     del layers
-    by_shape = collections.defaultdict(list)
+    by_size = collections.defaultdict(list)
     for x in arrays:
-        by_shape[x.shape].append(jnp.isfinite(x))
-    reduced = [rows(functools.reduce(lax.bitwise_and, group)) for group in by_shape.values()]
+        # Kernels of convolutions are joined by shape: the order of their axes in memory may be another one.
+        by_size[x.shape if x.ndim > one_gpu.AXES else x.size].append(jnp.isfinite(x))
+    reduced = [rows(functools.reduce(lax.bitwise_and, _of_one_shape(group))) for group in by_size.values()]
     return [jnp.all(lax.optimization_barrier(lax.concatenate(reduced, 0)))]
+
+
+def _of_one_shape(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Arrays of one size in the shape of that with the shortest rows that are long."""
+    shape = min((x.shape for x in arrays), key=lambda shape: (shape[-1:] < (one_gpu.LONG_ROW,), shape[-1:]))
+    return [x.reshape(shape) for x in arrays]
 
 
 def _rows(finite: jax.Array) -> jax.Array:
