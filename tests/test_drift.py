@@ -1120,6 +1120,19 @@ def test_what_is_measured_quickly_is_measured_again_where_it_must_be():
     assert not run(True, jnp.float32(1), X.at[0, 0].set(1e6))[1]
 
 
+def test_gradients_that_vanish_in_the_first_trips_of_a_loop_are_measured_quickly():
+    def loss_fn(w):
+        def trip(h, x):
+            return (w * h).astype(HALF).astype(jnp.float32) + x, None
+
+        return jnp.square(jax.lax.scan(trip, 1.0, jnp.ones(14))[0])
+
+    comparison = Comparison(jax.make_jaxpr(jax.grad(loss_fn))(jnp.float32(0.1)), True, quick=True)
+    compared, measured, *_ = jax.device_get(jax.jit(comparison)((jnp.float32(0.1),)))
+    assert min(np.min(at.exact) for at in measured.values()) < 1e-24
+    assert comparison.is_reliable(compared, measured)
+
+
 def test_what_a_mask_makes_infinite_is_measured_quickly_too():
     def gradients(x):
         def loss_fn(w):
