@@ -93,7 +93,7 @@ def _by_layers(*arrays: jax.Array, layers: Sequence[int]) -> list[jax.Array]:
 def _jointly(
     rows: Callable[[jax.Array], jax.Array], *arrays: jax.Array, layers: Sequence[int]
 ) -> list[jax.Array]:
-    """Joins arrays of one size by "and", reduces each size to rows, and all rows in one last reduction.
+    """Joins matrices of one size by "and", reduces each size to rows, and all rows in one last reduction.
 
     Without this XLA makes a small reduction, on a GPU a kernel, of each array; without the barrier it turns
     the last one back into one for each part. An H100's program (jax 0.12.0.1) of the wrapped encoder of
@@ -103,10 +103,15 @@ def _jointly(
     del layers
     by_size = collections.defaultdict(list)
     for x in arrays:
-        # Kernels of convolutions are joined by shape: the order of their axes in memory may be another one.
-        by_size[x.shape if x.ndim > one_gpu.AXES else x.size].append(jnp.isfinite(x))
+        # Of more axes, as of convolutions, the order in memory may be another one: in another shape XLA would
+        # copy them. They are joined by shape.
+        by_size[x.size if x.ndim <= _MATRIX else x.shape].append(jnp.isfinite(x))
     reduced = [rows(functools.reduce(lax.bitwise_and, _of_one_shape(group))) for group in by_size.values()]
     return [jnp.all(lax.optimization_barrier(lax.concatenate(reduced, 0)))]
+
+
+#: The most axes of arrays that XLA makes with these in order.
+_MATRIX = 2
 
 
 def _of_one_shape(arrays: Sequence[jax.Array]) -> list[jax.Array]:
