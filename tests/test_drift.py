@@ -1120,6 +1120,17 @@ def test_what_is_measured_quickly_is_measured_again_where_it_must_be():
     assert not run(True, jnp.float32(1), X.at[0, 0].set(1e6))[1]
 
 
+@pytest.mark.parametrize("draw", [jax.random.normal, jax.random.gumbel, jax.random.laplace])
+def test_random_numbers_in_half_are_no_error(draw):
+    def loss_fn(w, x, key):
+        h = x.astype(HALF) @ w.astype(HALF)
+        return jnp.square((h + draw(key, h.shape, HALF)).astype(jnp.float32)).mean()
+
+    found = report.drift(loss_fn, W, X, jax.random.key(0), detail="operation")
+    assert found.gradient_error < 2**-11
+    assert {row.operation for row in found.rows if row.share} <= {"dot_general", "add", "convert_element_type"}
+
+
 def test_gradients_that_vanish_in_the_first_trips_of_a_loop_are_measured_quickly():
     def loss_fn(w):
         def trip(h, x):

@@ -8,7 +8,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jmp_policy._src.jaxpr import compat, ir
+from jmp_policy._src.core.dtypes import is_floating
+from jmp_policy._src.jaxpr import compat, ir, jax_sources
 from jmp_policy._src.jaxpr.op_table import HAVING, Trait
 
 
@@ -100,6 +101,13 @@ def inner_jaxprs(eqn: Any) -> Sequence[Any]:
         return ()
     one = looked_into(eqn)
     return tuple(ir.subjaxprs(eqn)) if one is None else (one.jaxpr,)
+
+
+def is_draw(eqn: Any) -> bool:
+    """Whether an operation calls a function of jax.random that depends on nothing but a key and constants."""
+    arrays = (atom for atom in eqn.invars if not isinstance(atom, compat.Literal))
+    is_call = kind_of(eqn) is Kind.JIT and not any(is_floating(ir.dtype_of(atom)) for atom in arrays)
+    return is_call and jax_sources.is_drawn(eqn)
 
 
 def is_bound(eqn: Any) -> bool:

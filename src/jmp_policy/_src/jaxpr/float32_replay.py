@@ -34,7 +34,8 @@ def replay_in_float32(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     The function is traced as it is, and what it does is then done with every float16, bfloat16 and float8
     value replaced by a float32 one, products in the precision that they ask for. Random numbers stay the
-    same; float64 stays float64. Custom kernels and callbacks are given the dtypes that they were traced with.
+    same, half ones too; float64 stays float64. Custom kernels and callbacks are given the dtypes that they
+    were traced with.
 
     Args:
       fn: a function of pytrees of arrays that `jax.jit` could trace. Arguments that are no arrays are static.
@@ -100,7 +101,7 @@ class Replay(Interpreter):
 
     def enters(self, eqn: Any, kind: Kind, values: list[Any]) -> bool:
         """Whether a call is run: not a loop or branch, nor a jit that is bound to layouts or donations."""
-        return kind in _ENTERED and not calls.is_bound(eqn)
+        return kind in _ENTERED and not calls.is_bound(eqn) and not calls.is_draw(eqn)
 
     def constant(self, atom: Any, value: Any) -> Any:
         """A constant in float32, if it is half."""
@@ -119,7 +120,8 @@ class Replay(Interpreter):
         if rule is not None:
             return rule(eqn, values)
         params = {name: _param(value) for name, value in eqn.params.items()}
-        if is_foreign(eqn.primitive.name) or any(_mentions_half(value) for value in params.values()):
+        mentions_half = any(_mentions_half(value) for value in params.values())
+        if is_foreign(eqn.primitive.name) or mentions_half or calls.is_draw(eqn):
             return as_traced(eqn, values)
         if not _AS_ASKED.get() and isinstance(params.get("precision", ""), tuple | None):
             params["precision"] = (jax.lax.Precision.HIGHEST,) * 2  # TF32 would be an error of its own.

@@ -74,7 +74,7 @@ class TwinEvaluation(Interpreter):
         if is_of_float8(eqn):
             # The float32 run has no use for it: what it makes of the operands is the product's error.
             return list(map(same, as_written(eqn, values)))
-        if all(twin.node is None for twin in values) and not holds_half(eqn):
+        if all(twin.node is None for twin in values) and (calls.is_draw(eqn) or not holds_half(eqn)):
             return list(map(same, replay_equation(eqn, [twin.exact for twin in values])))
         return super().equation(eqn, values, where)
 

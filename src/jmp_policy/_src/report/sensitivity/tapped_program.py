@@ -254,7 +254,7 @@ class TappedProgram(Interpreter):
         """Whether it is run: not a while loop, which nothing differentiates backward, nor own derivatives."""
         if kind in (Kind.SCAN, Kind.COND):
             return holds_half(eqn)
-        return kind not in (Kind.WHILE, Kind.CUSTOM_JVP, Kind.CUSTOM_VJP)
+        return kind not in (Kind.WHILE, Kind.CUSTOM_JVP, Kind.CUSTOM_VJP) and not calls.is_draw(eqn)
 
     def carries(self, eqn: Any, loop: control_flow.Loop, where: Any) -> Carries:
         """Carries that may change their group: from the first on they are of the one that ends a trip."""
