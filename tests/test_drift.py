@@ -1128,7 +1128,11 @@ def test_random_numbers_in_half_are_no_error(draw):
 
     found = report.drift(loss_fn, W, X, jax.random.key(0), detail="operation")
     assert found.gradient_error < 2**-11
-    assert {row.operation for row in found.rows if row.share} <= {"dot_general", "add", "convert_element_type"}
+    assert {row.operation for row in found.rows if row.share} <= {
+        "dot_general",
+        "add",
+        "convert_element_type",
+    }
 
 
 def test_gradients_that_vanish_in_the_first_trips_of_a_loop_are_measured_quickly():
